@@ -7,8 +7,11 @@ control codes, Markdown headings or links, characters that end a YAML value, or 
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 # Control characters of both sets, except the line break and the tab; characters that change the text direction; and
 # unpaired surrogates, which no terminal encoding has.
@@ -38,6 +41,8 @@ def markdown(text: object) -> Markdown:
         return text
     line = " ".join(_in_a_cell(terminal(text)).split())
     line = line.replace("](", "]\\(").replace("][", "]\\[").replace("<", "&lt;").replace("![", "!\\[")
+    # At its end it would escape what follows, e.g. the bracket of a link.
+    line = re.sub(r"(\\+)$", r"\1\1", line)
     # What starts a block: a heading, quote, fence, rule, link reference or list item.
     line = re.sub(r"^(\d{1,9})([.)] )", r"\1\\\2", line)
     return Markdown(re.sub(r"^(#|>|```|~~~|---|===|[-+*] |(?:[*_] ?){3}|\[[^\]]*\]:)", r"\\\1", line))
@@ -51,10 +56,21 @@ def _in_a_cell(text: str) -> str:
 def code(text: object) -> Markdown:
     """Return a text as one line of Markdown code, in more backticks than it contains."""
     line = " ".join(_in_a_cell(terminal(text)).split())
-    longest = max((len(run) for run in re.findall(r"`+", line)), default=0)
-    fence = "`" * (longest + 1)
-    pad = " " if longest else ""
+    fence = "`" * (_backticks(line) + 1)
+    pad = " " if len(fence) > 1 else ""
     return Markdown(f"{fence}{pad}{line}{pad}{fence}")
+
+
+def block(text: object, language: str) -> Markdown:
+    """Return a text as a block of Markdown code, fenced by more backticks than it contains in a row."""
+    held = terminal(text).strip("\n")
+    fence = "`" * max(3, _backticks(held) + 1)
+    return Markdown(f"{fence}{language}\n{held}\n{fence}")
+
+
+def _backticks(text: str) -> int:
+    """Return the length of the longest run of backticks in a text."""
+    return max((len(run) for run in re.findall(r"`+", text)), default=0)
 
 
 def link(text: object, url: str) -> Markdown:
@@ -72,11 +88,20 @@ def yaml(text: str) -> str:
     return safe_dump(text, default_style='"', width=1 << 30).rstrip("\n")
 
 
-def shell(text: str) -> str:
-    """Return a text quoted as one shell word."""
-    return shlex.quote(text)
+Word = str | Mapping[str, Any]
+"""A word of a command; a mapping is one word, its JSON."""
 
 
-def command(words: list[str] | tuple[str, ...]) -> str:
+def command(words: Iterable[Word]) -> str:
     """Return words quoted as one shell command."""
-    return shlex.join(words)
+    return shlex.join(word if isinstance(word, str) else json.dumps(word) for word in words)
+
+
+def command_lines(words: Iterable[Word]) -> str:
+    """Return words quoted as one shell command, with each option on a line of its own."""
+    lines: list[list[Word]] = [[]]
+    for word in words:
+        if isinstance(word, str) and word.startswith("--"):
+            lines.append([])
+        lines[-1].append(word)
+    return " \\\n    ".join(map(command, lines))

@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from .escape import shell
+from .escape import command
 
 # Libraries that a result depends on, with the extra that installs each; empty for core dependencies.
 LIBRARIES = {
@@ -39,17 +39,17 @@ def install_command(extra: str) -> str:
     try:
         found = distribution("kconv")
     except PackageNotFoundError:  # run from its folder, without an installation
-        return f"pip install '.[{extra}]' in a clone of kconv"
+        return f"{command(['pip', 'install', f'.[{extra}]'])} in a clone of kconv"
     url, editable = _origin(found)
     if not url:
-        return f"pip install 'kconv[{extra}]'"
+        return command(["pip", "install", f"kconv[{extra}]"])
     if not url.startswith("file:"):
-        return f"pip install {shell(f'kconv[{extra}] @ {url}')}"
+        return command(["pip", "install", f"kconv[{extra}] @ {url}"])
     path = url2pathname(urlsplit(url).path)
     if not Path(path).exists():
-        return f"pip install '.[{extra}]' in a clone of kconv"
+        return f"{command(['pip', 'install', f'.[{extra}]'])} in a clone of kconv"
     where = f"{path}[{extra}]" if Path(path).is_dir() else f"kconv[{extra}] @ {url}"
-    return f"pip install {'-e ' if editable else ''}{shell(where)}"
+    return command(["pip", "install", *(["-e"] if editable else []), where])
 
 
 def _origin(found: Distribution) -> tuple[str, bool]:

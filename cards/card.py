@@ -6,16 +6,20 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..bench.acceptance import AcceptanceFile, read_acceptance
 from ..bench.tables import Table, draw_bars
 from ..checkpoint.bytes import file_digest
+from ..checkpoint.folder import read_json
 from ..checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from ..checkpoint.schema import read_text
 from ..checkpoint.source import Source
 from ..checkpoint.staging import PARTIAL, refuse_existing, writing
+from ..engines.base import needs_code
 from ..engines.registry import writable
 from ..errors import LayoutCannot, NotACheckpoint, OutputExists, ReportInvalid
+from ..escape import command
 from ..validate.report import Report, read_report
 from .evidence import CONFIG, Evidence, HeadIdentity, Said, foreign, identify
 from .facts import Facts
@@ -83,7 +87,7 @@ def gather(
         except NotACheckpoint as fault:
             fix = (
                 f"{fault.fix} For a card without a manifest, pass --facts FILE with the head's name; "
-                f"kconv card {folder} --init FILE writes such a file."
+                f"{command(('kconv', 'card', str(folder), '--init', 'FILE'))} writes such a file."
             )
             raise NotACheckpoint(fault.what, where=fault.where, fix=fix) from fault
         if manifest.layout not in writable() and not is_target(manifest):
@@ -108,7 +112,13 @@ def gather(
     source = source or (_stated_source(manifest) if manifest else folder)
     texts = find_texts([source, *([target] if target else [])], license_files)
     unstated = unstated_text(source, (facts.license.id, facts.license.target))
-    return Evidence(folder, facts, manifest, report, tuple(acceptance), texts, unstated)
+    # A quantized target is its own target.
+    own_code = needs_code(_config(folder if is_target(manifest) else target), _config(folder) or {})
+    return Evidence(folder, facts, manifest, report, tuple(acceptance), own_code, texts, unstated)
+
+
+def _config(folder: Path | None) -> Mapping[str, Any] | None:
+    return read_json(folder / CONFIG) if folder and (folder / CONFIG).is_file() else None
 
 
 def _stated_source(manifest: Manifest) -> Path:

@@ -31,6 +31,7 @@ class Evidence:
         manifest: kconv's record; None for a head that kconv did not write.
         report: its validation report.
         acceptance: measured and quoted figures.
+        own_code: whether the target has code of its own, which an engine runs only if told to.
         texts: available license texts.
         source_license: the text of the source's license, if it is not one of those stated; "" otherwise.
     """
@@ -40,6 +41,7 @@ class Evidence:
     manifest: Manifest | None = None
     report: Report | None = None
     acceptance: tuple[AcceptanceFile, ...] = ()
+    own_code: bool = False
     texts: tuple[LicenseText, ...] = ()
     source_license: str = ""
 

@@ -5,6 +5,7 @@ Every field is optional; without it a card says so, and `kconv card --missing` a
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -168,6 +169,21 @@ class Serve(_FactsPart):
     config: Words | None = Field(default=None, description="the YAML for its command, if no file of the head has it")
     note: Words | None = Field(default=None, description="anything else to know")
     unsupported: Words | None = Field(default=None, description="why it cannot be served there")
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The words of its arguments, which stand there as their owner would type them."""
+        return tuple(word for argument in self.arguments for word in shlex.split(argument))
+
+    @field_validator("arguments")
+    @classmethod
+    def _are_words(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for argument in value:
+            try:
+                shlex.split(argument)
+            except ValueError as fault:
+                raise ValueError(f"a shell cannot read {argument!r}: {str(fault).lower()}") from fault
+        return value
 
 
 class Facts(_FactsPart):

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from ..checkpoint.folder import LICENSE_TEXTS, in_any_case
 from ..checkpoint.schema import read_text
 from ..errors import LicenseUnknown
+from ..escape import terminal
 
 UNNAMED = "other"
 NOTICE = "NOTICE"
@@ -237,7 +238,8 @@ def license_files(
     if changed:
         notice += [changed, ""]
     if len(notice) > 2:
-        files[NOTICE] = "\n".join(notice)
+        # What a manifest or a text says may be a stranger's words: each is one line.
+        files[NOTICE] = "\n".join(terminal(" ".join(line.split())) for line in notice)
     return files
 
 

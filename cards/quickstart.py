@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..checkpoint.schema import read_text
-from ..engines.base import HEAD, TARGET, Launch
+from ..engines.base import HEAD, TARGET, Deployment, Launch
 from ..engines.registry import engine, engines_of
 from ..errors import KconvError
-from ..escape import shell, yaml
+from ..escape import command_lines, yaml
 from .evidence import Evidence
 
 
@@ -51,7 +51,8 @@ def _start(name: str, title: str, launch: Launch, evidence: Evidence) -> Start:
     if written is not None and written.is_file():
         lines = read_text(written, KconvError, fix="Convert the head again.").splitlines()
         comments = [line.removeprefix("#").strip() for line in lines if line.startswith("#")]
-        notes += [line for line in comments if not line.startswith(launch.command.split()[0])]
+        program = str(launch.words(Deployment())[0])
+        notes += [line for line in comments if not line.startswith(program)]
         if launch.is_config:
             config = "\n".join(line for line in lines if not line.startswith("#"))
     elif said and said.config:
@@ -61,15 +62,24 @@ def _start(name: str, title: str, launch: Launch, evidence: Evidence) -> Start:
     if said and said.note:
         notes.append(said.note)
     target = (said.target if said else None) or facts.base_model
-    place = shell(" ".join(target.split())) if target else TARGET
-    # The owner's own words, as they would type them.
-    command = launch.command.replace(TARGET, " ".join((place, *(said.arguments if said else ()))), 1)
-    command = _named(command, facts.name, shell).replace(" --", " \\\n    --")
-    config = _named(config, facts.name, yaml)
-    if target:
-        config = config.replace(TARGET, yaml(" ".join(target.split())))
-    return Start(title, command, config, launch.file, tuple(notes))
+    names = {placeholder: name for placeholder, name in ((TARGET, target), (HEAD, facts.name)) if name}
+    served = Deployment(
+        target=names.get(TARGET, TARGET),
+        head=names.get(HEAD, HEAD),
+        own_code=evidence.own_code,
+        arguments=said.words if said else (),
+    )
+    return Start(title, command_lines(launch.words(served)), _named(config, names), launch.file, tuple(notes))
 
 
-def _named(text: str, name: str | None, quote: Callable[[str], str]) -> str:
-    return text.replace(HEAD, quote(" ".join(name.split()))) if name else text
+def _named(config: str, names: Mapping[str, str]) -> str:
+    """Return a YAML with each value that is a placeholder replaced by a name."""
+    from yaml import SafeLoader, ScalarEvent, YAMLError, parse
+
+    try:
+        scalars = [one for one in parse(config, SafeLoader) if isinstance(one, ScalarEvent) and one.value in names]
+    except YAMLError:  # the owner's or a stranger's: shown as it is
+        return config
+    for one in reversed(scalars):
+        config = f"{config[: one.start_mark.index]}{yaml(names[one.value])}{config[one.end_mark.index :]}"
+    return config

@@ -11,7 +11,7 @@ from ..bench.acceptance import AcceptanceRow
 from ..bench.tables import NOT_STATED, table_of
 from ..checkpoint.manifest import DRAFTS, MANIFEST, ConversionRecord, Manifest
 from ..engines.registry import describe, engines_of
-from ..escape import code
+from ..escape import block, code
 from ..validate.figures import AcceptanceFigures
 from ..validate.report import Report
 from . import target_card
@@ -172,7 +172,7 @@ def render(template: str, values: Mapping[str, Any]) -> str:
     environment = Environment(
         loader=PackageLoader("kconv.cards", "templates"), undefined=StrictUndefined, keep_trailing_newline=True
     )
-    environment.filters |= {"cell": cell, "code": code}
+    environment.filters |= {"cell": cell, "code": code, "block": block}
     environment.filters["dense"] = lambda text: "\n".join(line for line in text.split("\n") if line.strip())
     return environment.get_template(template).render(values)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.source import HUB_ID
-from ..escape import shell
+from ..engines.base import Deployment
+from ..engines.registry import engine
+from ..escape import command
 from ..validate.report import Report
 from .evidence import Evidence
 
@@ -18,13 +21,13 @@ REPEATED = ("target_made.jinja", "target_measured.jinja")
 TEMPLATE = "target.md.jinja"
 # How much perplexity may grow, beyond its standard error, before publishing needs a reason.
 MAX_GROWTH = 0.01
-# How engines learn the format: from config.json's quantization_config, without a flag.
+# What a target of this size needs. The format needs no option: engines read config.json's quantization_config.
 # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py#L725
-COMMANDS = (
-    ("vLLM", "vllm serve {name} --tensor-parallel-size 8 --trust-remote-code"),
-    ("SGLang", "python -m sglang.launch_server --model-path {name} --tp-size 8 --trust-remote-code"),
-    ("TensorRT-LLM", "trtllm-serve {name} --tp_size 8 --trust_remote_code"),
-)
+ARGUMENTS = {
+    "vllm": ("--tensor-parallel-size", "8"),
+    "sglang": ("--tp-size", "8"),
+    "trtllm": ("--tp_size", "8"),
+}
 
 
 def is_target(manifest: Manifest | None) -> bool:
@@ -58,8 +61,16 @@ def figures(evidence: Evidence) -> dict[str, Any]:
         "modules": f"{spec.get('quantized_modules', 0):,}",
         "parameters": f"{manifest.parameters:,}" if manifest else "",
         "rows": _rows(evidence.report),
-        "commands": [(title, line.format(name=shell(evidence.name))) for title, line in COMMANDS],
+        "commands": list(_commands(evidence)),
     }
+
+
+def _commands(evidence: Evidence) -> Iterator[tuple[str, str]]:
+    """Yield the title of each engine that kconv can name a command of, and that command."""
+    for name, arguments in ARGUMENTS.items():
+        if launch := engine(name).launch:
+            served = Deployment(evidence.name, None, evidence.own_code, arguments)
+            yield engine(name).title, command(launch.words(served))
 
 
 def _rows(report: Report | None) -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from ..errors import KconvError, ManifestMismatch, NotACheckpoint
+from ..escape import command
 from .bytes import Look, Wanted, file_digest
 from .folder import Checkpoint, open_checkpoint
 from .schema import load_json
@@ -238,7 +239,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise NotACheckpoint(
             f"{folder} has no readable {MANIFEST}, so kconv did not write it",
             where=folder,
-            fix=f"Pass a folder that kconv wrote, or convert this one (kconv to-vllm {folder} OUT).",
+            fix="Pass a folder that kconv wrote, or convert this one: "
+            f"{command(('kconv', 'to-vllm', str(folder), 'OUT'))}.",
         )
     return load_json(
         Manifest,

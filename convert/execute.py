@@ -28,6 +28,7 @@ from ..checkpoint.pickles import PICKLE
 from ..checkpoint.schema import MAX_YAML, read_bounded
 from ..checkpoint.staging import staged
 from ..checkpoint.values import Values
+from ..engines.base import Deployment, needs_code
 from ..engines.registry import launch_files
 from ..errors import ConfigInvalid, TensorValue
 from ..head.slots import needs
@@ -77,7 +78,8 @@ def fill(
     files = [FileRecord(name=weights.file, size=weights.size, sha256=weights.sha256)]
     # A layout that is only read belongs to a trainer, not an engine.
     if plan.layout.write_config is not None:
-        for name, text in launch_files(plan.spec, plan.layout.name).items():
+        served = Deployment(own_code=needs_code(plan.target.config if plan.target else None, plan.config))
+        for name, text in launch_files(plan.spec, plan.layout.name, served).items():
             files.append(_write_text(folder / name, text))
     if plan.source.side_file is not None:
         copy = folder / plan.source.side_file.name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.bytes import stream
 from ..checkpoint.header import TensorInfo
@@ -34,6 +34,7 @@ class SharedTensors:
         layers: number of its decoder layers; None if unknown.
         model_type: of its text model, e.g. "kimi_k2"; empty if unknown.
         architecture: of the whole target, e.g. "KimiK25ForConditionalGeneration"; empty if unknown.
+        config: its config.json; None if unknown.
         absent: why a slot's tensor cannot be read though the target has one, e.g. its shard is missing.
     """
 
@@ -43,6 +44,7 @@ class SharedTensors:
     layers: int | None = None
     model_type: str = ""
     architecture: str = ""
+    config: Mapping[str, Any] | None = None
     absent: Mapping[str, KconvError] = field(default_factory=dict)
 
     def find(self, slot: str) -> TensorInfo | None:
@@ -139,6 +141,7 @@ def find_shared(target: Source, slots: Iterable[str]) -> SharedTensors:
         layers=config.layers,
         model_type=config.model_type,
         architecture=config.architecture,
+        config=config.raw,
         absent=absent,
     )
 
@@ -151,7 +154,7 @@ def find_shapes(target: Source) -> SharedTensors:
     found = {slot: tensors[name] for slot, name in _names(config).items() if name in tensors}
     return SharedTensors(
         target.name, found, headers_only=True, layers=config.layers, model_type=config.model_type,
-        architecture=config.architecture,
+        architecture=config.architecture, config=config.raw,
     )  # fmt: skip
 
 

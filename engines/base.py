@@ -12,12 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..escape import Word
 from ..head.spec import HeadSpec
 from .counters import Counters, PerRequest
 from .layout import Layout
 
-# Placeholders in launch commands for the port and K, until the user gives them.
+# What launch commands name until a user names the head and the target.
 HEAD, TARGET = "PATH_OR_ID_OF_THIS_HEAD", "PATH_OR_ID_OF_THE_TARGET"
+# The model_types of heads for Kimi-K2 and later models, whose tokenizer is Python code in the target's folder.
+OF_TARGETS_WITH_CODE = ("kimi_k2", "kimi_k25")
 DRAFT_TOKENS = 3
 # The address at which a server started by kconv listens.
 HOST = "127.0.0.1"
@@ -78,20 +81,48 @@ class NullKey:
 
 
 @dataclass(frozen=True)
+class Deployment:
+    """What a launch command names.
+
+    Attributes:
+        target: the target's folder or hub id.
+        head: the head's; None to serve without speculation.
+        own_code: whether the target has code of its own (see `needs_code`), which an engine runs only if told to.
+        arguments: further words of the command.
+    """
+
+    target: str = TARGET
+    head: str | None = HEAD
+    own_code: bool = False
+    arguments: tuple[str, ...] = ()
+
+
+def needs_code(target: Config | None, head: Config) -> bool:
+    """Return whether serving a head runs code from the target's folder.
+
+    Args:
+        target: the target's config.json, which names its code in `auto_map`; None if unknown: then the head's
+            model_type decides. Where that is another model's, an engine refuses such a target and names the option.
+        head: the head's config.json.
+    """
+    return bool(target.get("auto_map")) if target is not None else head.get("model_type") in OF_TARGETS_WITH_CODE
+
+
+@dataclass(frozen=True)
 class Launch:
     """How an engine is told about a head, on its command line or in a file.
 
     Attributes:
-        command: for a shell, with `HEAD` and `TARGET` in it.
+        words: the command's words, before they are quoted.
         file: the file that a conversion writes next to the weights.
         text: its content. Lines that begin with # are notes.
         is_config: whether the command names the file, which is then not a script.
         unwritten: what a card says if the file is not there; "" for nothing.
     """
 
-    command: str
+    words: Callable[[Deployment], list[Word]]
     file: str
-    text: Callable[[HeadSpec], str]
+    text: Callable[[HeadSpec, Deployment], str]
     is_config: bool = False
     unwritten: str = ""
 

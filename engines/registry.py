@@ -20,7 +20,7 @@ from ..errors import CountersMissing, DefinitionsMixed, EngineUnknown, PluginInv
 
 if TYPE_CHECKING:
     from ..head.spec import HeadSpec
-    from .base import Engine
+    from .base import Deployment, Engine
     from .counters import Counters
     from .layout import Layout
 
@@ -254,14 +254,18 @@ def recognize(engines: Iterable[Engine], pages: Mapping[str, str], where: str) -
     return found[0]
 
 
-def launch_files(spec: HeadSpec, layout: str) -> dict[str, str]:
-    """Return the files, by name, that show how to serve a head with the layout's engines."""
-    return {one.launch.file: one.launch.text(spec) for one in engines_of(layout) if one.launch}
+def launch_files(spec: HeadSpec, layout: str, served: Deployment | None = None) -> dict[str, str]:
+    """Return the files, by name, that show how to serve a head with the layout's engines.
 
+    Args:
+        spec: the head.
+        layout: its layout.
+        served: what the commands name; None for placeholders.
+    """
+    from .base import Deployment
 
-def serve_command(layout: str) -> str:
-    """Return the shell command that serves a target with a head in the layout's engine; one line per engine."""
-    return "\n".join(one.launch.command for one in engines_of(layout) if one.launch)
+    served = served or Deployment()
+    return {one.launch.file: one.launch.text(spec, served) for one in engines_of(layout) if one.launch}
 
 
 @functools.cache

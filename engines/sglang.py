@@ -13,15 +13,15 @@ from typing import Any
 
 from ..checkpoint.formats import NVFP4
 from ..errors import CountersDisturbed, CountersMissing
+from ..escape import Word, command
 from ..head.spec import Gqa, HeadSpec, Mla
 from ..head.yarn import cos_sin_factor, m
 from .base import (
     DRAFT_TOKENS,
-    HEAD,
     HOST,
-    TARGET,
     Capture,
     Config,
+    Deployment,
     Drafting,
     Engine,
     Launch,
@@ -336,13 +336,20 @@ def _states(config: Config, mla: bool) -> Any:
     return config.get("num_aux_hidden_states") or by_lists
 
 
-# A chain of 3 steps verifies 4 tokens, including the last accepted one.
-COMMAND = (
-    f"python -m sglang.launch_server --model-path {TARGET} --trust-remote-code"
-    f" --speculative-algorithm EAGLE3 --speculative-draft-model-path {HEAD}"
-    f" --speculative-num-steps {DRAFT_TOKENS} --speculative-eagle-topk 1"
-    f" --speculative-num-draft-tokens {DRAFT_TOKENS + 1}"
-)
+def _words(served: Deployment) -> list[Word]:
+    words: list[Word] = ["python", "-m", "sglang.launch_server", "--model-path", served.target, *served.arguments]
+    if served.own_code:
+        words.append("--trust-remote-code")
+    if served.head is not None:
+        words += [
+            "--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", served.head,
+            "--speculative-num-steps", str(DRAFT_TOKENS), "--speculative-eagle-topk", "1",
+            # A chain of 3 steps verifies 4 tokens, including the last accepted one.
+            "--speculative-num-draft-tokens", str(DRAFT_TOKENS + 1),
+        ]  # fmt: skip
+    return words
+
+
 # Without it a server shows no draft counters.
 SHOW_COUNTERS = "# counters for kconv bench and kconv validate --url: add --enable-metrics"
 # https://github.com/sgl-project/sglang/issues/23490
@@ -352,9 +359,9 @@ OWN_BACKEND = (
 )
 
 
-def _script(spec: HeadSpec) -> str:
+def _script(spec: HeadSpec, served: Deployment) -> str:
     notes = [SHOW_COUNTERS] if is_mla(spec) else [SHOW_COUNTERS, OWN_BACKEND]
-    return "\n".join([*notes, COMMAND]) + "\n"
+    return "\n".join([*notes, command(_words(served))]) + "\n"
 
 
 # Verify calls, generated tokens and requests, all counted when a request ends. A verify call produces the accepted
@@ -426,7 +433,7 @@ ENGINE = Engine(
     release="0.5.23",
     runners=(Runner("sglang", _in_sglang, _states),),
     captures=CAPTURES,
-    launch=Launch(COMMAND, "serve-sglang.sh", _script),
+    launch=Launch(_words, "serve-sglang.sh", _script),
     counters=Counters(
         marks="sglang:",
         metrics="/metrics",

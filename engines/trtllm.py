@@ -10,9 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import CountersMissing, DefinitionsMixed
+from ..escape import Word, command, terminal
 from ..head.spec import Gqa, HeadSpec
 from ..head.yarn import cos_sin_factor, m
-from .base import DRAFT_TOKENS, HEAD, TARGET, Capture, Engine, Launch, NullKey
+from .base import DRAFT_TOKENS, Capture, Deployment, Engine, Launch, NullKey
 from .common import (
     HIDDEN,
     INPUT,
@@ -191,7 +192,6 @@ TRTLLM = Layout(
 )
 
 YAML = "serve-trtllm.yaml"
-COMMAND = f"trtllm-serve {TARGET} --backend pytorch --trust_remote_code --config {YAML}"
 # NVIDIA's own deployment test serves its Kimi heads with false; releases differ in which of the two they accept.
 ONE_MODEL = "# eagle3_one_model: true is the default; some releases load an MLA head only with false"
 # Without these a server shows no draft counters.
@@ -200,7 +200,14 @@ SHOW_COUNTERS = (
 )
 
 
-def _yaml(spec: HeadSpec) -> str:
+def _words(served: Deployment) -> list[Word]:
+    words: list[Word] = ["trtllm-serve", served.target, *served.arguments, "--backend", "pytorch"]
+    if served.own_code:
+        words.append("--trust_remote_code")
+    return [*words, "--config", YAML] if served.head is not None else words
+
+
+def _yaml(spec: HeadSpec, served: Deployment) -> str:
     """The captured layers, as outputs: TensorRT-LLM takes them from its serving YAML only."""
     import yaml
 
@@ -208,11 +215,13 @@ def _yaml(spec: HeadSpec) -> str:
         "speculative_config": {
             "decoding_type": "Eagle3",
             "max_draft_len": DRAFT_TOKENS,
-            "speculative_model": HEAD,
+            "speculative_model": served.head,
             "eagle3_layers_to_capture": list(spec.captured),
         }
     }
-    notes = [f"# {COMMAND}", *([ONE_MODEL] if is_mla(spec) else [])]
+    # YAML has no control characters, not even in a comment.
+    shown = terminal(command(_words(served))).split("\n")
+    notes = [*(f"# {line}" for line in shown), *([ONE_MODEL] if is_mla(spec) else [])]
     return "\n".join([*notes, yaml.safe_dump(options, sort_keys=False) + SHOW_COUNTERS, ""])
 
 
@@ -286,7 +295,7 @@ ENGINE = Engine(
     release="between 1.3 and 1.4",
     captures=CAPTURES,
     launch=Launch(
-        COMMAND, YAML, _yaml, is_config=True, unwritten="Its YAML lists the captured layers, which are unknown."
+        _words, YAML, _yaml, is_config=True, unwritten="Its YAML lists the captured layers, which are unknown."
     ),
     counters=replace(_ITERATIONS, read=_read, count=_count, otherwise=_ITERATIONS),
     # Configs whose class has a kv_lora_rank by default.

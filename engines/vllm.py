@@ -12,16 +12,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .. import escape
 from ..checkpoint.folder import read_json
 from ..errors import CountersMissing
+from ..escape import Word
 from ..head.spec import Gqa, HeadSpec, Mla, Yarn
 from .base import (
     DRAFT_TOKENS,
-    HEAD,
     HOST,
-    TARGET,
     Capture,
     Config,
+    Deployment,
     Engine,
     Launch,
     NullKey,
@@ -188,8 +189,18 @@ def _rope_rows(spec: HeadSpec) -> float:
     return scaling.reach if isinstance(scaling, Yarn) else float("inf")
 
 
-_SPECULATIVE = json.dumps({"model": HEAD, "method": "eagle3", "num_speculative_tokens": DRAFT_TOKENS})
-COMMAND = f"vllm serve {TARGET} --trust-remote-code --speculative-config '{_SPECULATIVE}'"
+def _words(served: Deployment) -> list[Word]:
+    words: list[Word] = ["vllm", "serve", served.target, *served.arguments]
+    if served.own_code:
+        words.append("--trust-remote-code")
+    if served.head is not None:
+        words += ["--speculative-config", _speculative(served.head, DRAFT_TOKENS)]
+    return words
+
+
+def _speculative(head: str, draft_tokens: int) -> dict[str, Any]:
+    return {"model": head, "method": "eagle3", "num_speculative_tokens": draft_tokens}
+
 
 # vLLM itself counts verify steps and positions:
 # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/spec_decode/metrics.py
@@ -247,9 +258,7 @@ def command(serving: Serving, port: int) -> list[str]:
         "--compilation-config": json.dumps({"custom_ops": ["all", "-rotary_embedding"]}),
     }
     if serving.head:
-        options["--speculative-config"] = json.dumps(
-            {"model": str(serving.head.absolute()), "method": "eagle3", "num_speculative_tokens": serving.draft_tokens}
-        )
+        options["--speculative-config"] = json.dumps(_speculative(str(serving.head.absolute()), serving.draft_tokens))
     words = [word for option in (options | dict(serving.options)).items() for word in option]
     # Not resolved: the link in its environment's folder makes it that environment's python.
     return [*start(serving.python, "vllm.entrypoints.openai.api_server"), "--enforce-eager", *words]
@@ -297,7 +306,7 @@ ENGINE = Engine(
     # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/speculative.py#L1084-L1107
     runners=(Runner("vllm-v1", _in_v1, _states), Runner("vllm-v2", _in_v2, _states)),
     captures=CAPTURES,
-    launch=Launch(COMMAND, "serve-vllm.sh", lambda spec: f"{COMMAND}\n"),
+    launch=Launch(_words, "serve-vllm.sh", lambda _, served: f"{escape.command(_words(served))}\n"),
     # It shows its counters only if it speculates.
     counters=Counters("vllm:", "/metrics", "/version", read_counters, _count, lambda _: True),
     starter=Starter(

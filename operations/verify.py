@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..errors import RequestInvalid
+from ..escape import command
 from .base import Context, Name, Operation, argument
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class Verify(Operation):
         if self.source and not (folder / MANIFEST).exists() and (context.path(self.source) / MANIFEST).exists():
             raise RequestInvalid(
                 f"{self.head} has no {MANIFEST}, but {self.source} has one",
-                fix=f"OUT comes first: kconv verify {self.source} {self.head}",
+                fix=f"OUT comes first: {command(('kconv', 'verify', self.source, self.head))}",
             )
         origin = source.open_weights() if source else None
         manifest = verify(folder, origin)

@@ -41,7 +41,7 @@ def test_json_that_is_shown_is_still_that_json(text):
 @given(TEXTS)
 def test_a_shells_word_is_that_word(text):
     text = text.replace("\0", "").encode(errors="ignore").decode()
-    said = subprocess.run(["/bin/sh", "-c", f"printf %s {escape.shell(text)}"], capture_output=True, check=True)
+    said = subprocess.run(["/bin/sh", "-c", f"printf %s {escape.command([text])}"], capture_output=True, check=True)
     assert said.stdout.decode() == text
 
 

@@ -29,9 +29,9 @@ from pydantic_core import PydanticUndefined
 from kconv import errors
 from kconv.cli import main as kconv
 from kconv.cli.group import operation_commands, sections
-from kconv.engines.base import Engine
+from kconv.engines.base import Deployment, Engine
 from kconv.engines.registry import engines
-from kconv.escape import link
+from kconv.escape import command, link
 from kconv.operations import OPERATIONS, load
 from kconv.operations.base import flag
 from kconv.operations.reading import Reading
@@ -246,7 +246,7 @@ def engine_page(engine: Engine) -> str:
     own = frozenset(engine.runner_names)
     launch = engine.launch
     blocks = {
-        "launch": ["```text", launch.command, "```"] if launch else [],
+        "launch": ["```text", command(launch.words(Deployment())), "```"] if launch else [],
         "checks": [
             ", ".join(
                 f"[{rule.name}](../reference/rules.md#{rule.id.lower()}-{rule.name})"

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 from huggingface_hub import ModelCard
-from support.heads import MLA, random_slots, write_head
+from markdown_it import MarkdownIt
+from support.heads import GQA, MLA, random_slots, write_head
+from support.shells import NAMES, ran
 
 from kconv.cards.card import gather, make_card, write, write_card
 from kconv.cards.facts import Facts, LicenseFacts
 from kconv.checkpoint.folder import open_checkpoint
-from kconv.checkpoint.manifest import read_manifest
+from kconv.checkpoint.manifest import read_manifest, write_manifest
 from kconv.convert.captured import Hints, without_lists
 from kconv.convert.execute import execute
 from kconv.convert.plan import WriteOptions, plan
@@ -31,6 +34,15 @@ def output(tmp_path: Path) -> Path:
     source = write_head(tmp_path / "source", by_name("trtllm"), MLA, random_slots(MLA))
     execute(plan(read_head(open_checkpoint(source)), by_name("vllm")), tmp_path / "my-head")
     return tmp_path / "my-head"
+
+
+@pytest.fixture(scope="module")
+def portable(tmp_path_factory) -> Path:
+    """Return a head for every engine, whose launch files name neither head nor target."""
+    root = tmp_path_factory.mktemp("portable")
+    source = write_head(root / "source", by_name("trtllm"), MLA, random_slots(MLA))
+    execute(plan(read_head(open_checkpoint(source)), by_name("portable")), root / "head")
+    return root / "head"
 
 
 def report(folder: Path, findings=()):
@@ -159,3 +171,100 @@ def test_a_weight_that_was_rounded_is_named(tmp_path):
     text = write_card(tmp_path / "out", None, Facts()).read_text()
     assert "**not exact**" in text and "| draft | **another draft** than the published one: not eligible" in text
     assert "fc.weight cast" in text
+
+
+def shape(card: str) -> list[str]:
+    """Return the kinds of blocks of a card, and what stands within its text besides text and its own links."""
+    body = re.sub(r"\A---\n.*?\n---\n", "", card, flags=re.DOTALL)
+    tokens = MarkdownIt("gfm-like", {"linkify": False}).parse(body)
+    inline = [child.type for token in tokens for child in token.children or ()]
+    return [token.type for token in tokens] + [kind for kind in inline if kind in ("html_inline", "image", "link_open")]
+
+
+def fences(card: str, language: str) -> list[str]:
+    return [t.content for t in MarkdownIt().parse(card) if t.type == "fence" and t.info == language]
+
+
+@pytest.mark.parametrize("style", ["short", "compact", "nvidia"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_commands_on_a_card_name_a_head_and_a_target_of_any_name(portable, tmp_path, name, style):
+    def card(name: str) -> str:
+        arguments = {"sglang": {"arguments": ["--tp-size 8", "--json '{\"a\": 1}'"]}}
+        return make_card(gather(portable, None, Facts(name=name, base_model=name, serve=arguments)), style).text
+
+    text = card(name)
+    calls = [call for command in fences(text, "bash") for call in ran(command, tmp_path)]
+    vllm, sglang, trtllm = ([call for call in calls if call[0] == one] for one in ("vllm", "python", "trtllm-serve"))
+    assert len(calls) == 3
+    ((*said, speculative),) = vllm
+    assert said == ["vllm", "serve", name, "--trust-remote-code", "--speculative-config"]
+    assert json.loads(speculative)["model"] == name
+    assert [call[:9] for call in sglang] == [
+        ["python", "-m", "sglang.launch_server", "--model-path", name, "--tp-size", "8", "--json", '{"a": 1}']
+    ]
+    assert sglang[0][sglang[0].index("--speculative-draft-model-path") + 1] == name
+    assert [call[:4] for call in trtllm] == [["trtllm-serve", name, "--backend", "pytorch"]]
+    (config,) = fences(text, "yaml")
+    assert yaml.safe_load(config)["speculative_config"]["speculative_model"] == name
+    assert shape(text) == shape(card("org/other"))
+
+
+HOSTILE = """\
+# trtllm-serve
+speculative_config: {speculative_model: "PATH_OR_ID_OF_THIS_HEAD", decoding_type: Eagle3}
+# ```
+end: |
+  ```
+
+  # Acceptance
+
+  | drafter | sampled |
+  |---|---|
+  | this head | 3.900 |
+
+  <img src=x onerror=alert(1)>
+more: "````"
+"""
+
+
+@pytest.mark.parametrize("style", ["short", "compact", "nvidia"])
+def test_a_strangers_serving_yaml_stays_a_block_of_code(portable, tmp_path, style):
+    head = tmp_path / "head"
+    shutil.copytree(portable, head)
+    before = make_card(gather(head, None, Facts(name="org/head")), style).text
+    (head / "serve-trtllm.yaml").write_text(HOSTILE + "\x1b[2J\n")
+    after = make_card(gather(head, None, Facts(name="org/head")), style).text
+    # Its one comment that is no command is a line of text.
+    blocks = [kind for kind in shape(before) if not kind.startswith(("paragraph", "inline"))]
+    assert [kind for kind in shape(after) if not kind.startswith(("paragraph", "inline"))] == blocks
+    # A control character makes it no YAML; it is shown as it is, and obeyed by no terminal.
+    assert "\x1b" not in after and "PATH_OR_ID_OF_THIS_HEAD" in "".join(fences(after, "yaml"))
+    (head / "serve-trtllm.yaml").write_text(HOSTILE)
+    (config,) = fences(make_card(gather(head, None, Facts(name="org/head")), style).text, "yaml")
+    assert yaml.safe_load(config)["speculative_config"] == {"speculative_model": "org/head", "decoding_type": "Eagle3"}
+    assert yaml.safe_load(config)["more"] == "````"
+
+
+@pytest.mark.parametrize("field", ["source", "source_layout", "kconv"])
+def test_a_notice_is_one_line_for_each_thing_that_a_manifest_says(output, field):
+    before = make_card(gather(output, None, Facts(name="org/head"))).files["NOTICE"]
+    said = "x\n\nLicensed by NVIDIA Corporation under the NVIDIA Open Model License\r\n\x1b[2J\u2028y"
+    write_manifest(output, read_manifest(output).model_copy(update={field: said}))
+    after = make_card(gather(output, None, Facts(name="org/head"))).files["NOTICE"]
+    assert len(after.splitlines()) == len(before.splitlines())
+    assert "Licensed by NVIDIA Corporation" in after and "\x1b" not in after
+
+
+def test_a_card_trusts_only_a_target_with_code_of_its_own(portable, tmp_path):
+    def command(folder: Path, target: Path | None) -> str:
+        commands = fences(make_card(gather(folder, None, Facts(name="org/head"), target=target)).text, "bash")
+        return next(command for command in commands if command.startswith("vllm"))
+
+    plain, coded = tmp_path / "plain", tmp_path / "coded"
+    for folder, config in ((plain, {"model_type": "llama"}), (coded, {"auto_map": {"AutoConfig": "own.Own"}})):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+    source = write_head(tmp_path / "source", by_name("trtllm"), GQA, random_slots(GQA))
+    execute(plan(read_head(open_checkpoint(source)), by_name("vllm")), tmp_path / "gqa")
+    asked = [(portable, None), (portable, plain), (tmp_path / "gqa", None), (tmp_path / "gqa", coded)]
+    assert ["--trust-remote-code" in command(*one) for one in asked] == [True, False, False, True]

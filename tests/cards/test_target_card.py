@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
 from support.quantized_targets import make_form
+from support.shells import NAMES, ran
 
+from kconv.cards.card import gather, make_card
+from kconv.cards.facts import Facts
 from kconv.cards.publish.gate import judge
 from kconv.cards.publish.release import open_candidate
 from kconv.cards.target_card import lost
@@ -88,6 +94,27 @@ def test_a_figure_put_in_by_hand_is_found(release, made):
         assert "P113" in gate(release)
     finally:
         card.write_text(text)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("own_code", [True, False])
+def test_its_commands_name_a_target_of_any_name(made, tmp_path, name, own_code):
+    evidence = replace(gather(made / "nvfp4", None, Facts(name=name, base_model=name)), own_code=own_code)
+    blocks = [t.content for t in MarkdownIt().parse(make_card(evidence).text) if t.type == "fence"]
+    trusted = ["--trust-remote-code"] if own_code else []
+    assert [call for command in blocks for call in ran(command, tmp_path)] == [
+        ["vllm", "serve", name, "--tensor-parallel-size", "8", *trusted],
+        ["python", "-m", "sglang.launch_server", "--model-path", name, "--tp-size", "8", *trusted],
+        ["trtllm-serve", name, "--tp_size", "8", "--backend", "pytorch", *(["--trust_remote_code"] * own_code)],
+    ]
+
+
+def test_a_quantized_target_is_trusted_with_code_of_its_own_alone(made, tmp_path):
+    shutil.copytree(made / "nvfp4", tmp_path / "target")
+    config = json.loads((tmp_path / "target" / "config.json").read_text())
+    for code in ({}, {"AutoConfig": "own.Own"}):
+        (tmp_path / "target" / "config.json").write_text(json.dumps(config | {"auto_map": code}))
+        assert ("--trust-remote-code" in make_card(gather(tmp_path / "target", None, Facts())).text) == bool(code)
 
 
 NOISE = NoiseFigures(tensors=72, median=20.4, worst=20.3, worst_tensor="x")

@@ -11,10 +11,12 @@ import pytest
 from click.testing import CliRunner
 from support.configs import MODELOPT_LLAMA, TORCHSPEC_MLA, cut
 from support.heads import GQA, MLA, TARGET, random_slots, write_head
+from support.shells import NAMES, ran
 
 from kconv.checkpoint.bytes import file_digest
 from kconv.checkpoint.manifest import HintsRecord, read_manifest
 from kconv.cli import main
+from kconv.cli.show import print_next
 from kconv.convert.captured import Hints
 from kconv.engines import BY_NAME
 
@@ -162,6 +164,13 @@ def test_an_output_that_tells_nothing_leaves_the_source_to_its_marks(tmp_path, r
 
 def test_hints_are_recorded_under_their_own_names():
     assert list(HintsRecord.model_fields) == list(Hints.__dataclass_fields__)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_next_command_names_a_folder_of_any_name(name, tmp_path, capsys):
+    print_next("validate", name, "--source", name)
+    said = capsys.readouterr().out.removeprefix("next: ")
+    assert ran(said, tmp_path) == [["kconv", "validate", name, "--source", name]]
 
 
 def test_the_next_command_runs_as_it_stands(tmp_path):

@@ -21,22 +21,26 @@ from support.heads import GQA, random_slots, write_head
 from support.loopback import serving
 
 from kconv.engines import registry
-from kconv.engines.base import HEAD, TARGET, Engine, Launch, Runner
+from kconv.engines.base import Deployment, Engine, Launch, Runner
 from kconv.engines.common import OUTSIDE, eagle_config, layer_rows, listed_ids
 from kconv.engines.config import identity, write_keys
 from kconv.engines.counters import Counters, Counts, Totals, totals
 from kconv.engines.keys import CONVENTION, IDS, OUTPUTS, ConfigTable
 from kconv.engines.layout import Layout, Limit
+from kconv.escape import Word, command
 from kconv.head.spec import HeadSpec
 
 DRAFTS, ACCEPTED = "otter_drafts_total", "otter_accepted_total"
-COMMAND = f"otter serve {TARGET} --draft {HEAD}"
 
 
 def _write(spec: HeadSpec) -> dict[str, Any]:
     config = identity(spec) | write_keys(spec) | {"otter_version": 1}
     config["eagle_config"] |= {IDS: list(spec.captured), CONVENTION: OUTPUTS}
     return config
+
+
+def _words(served: Deployment) -> list[Word]:
+    return ["otter", "serve", served.target, *(["--draft", served.head] if served.head else [])]
 
 
 def _read(metrics: str) -> Totals:
@@ -69,7 +73,7 @@ ENGINE = Engine(
         ),
     ),
     runners=(Runner("otter", lambda config, _: listed_ids(eagle_config(config).get(IDS))),),
-    launch=Launch(COMMAND, "serve-otter.sh", lambda spec: f"{COMMAND}\n"),
+    launch=Launch(_words, "serve-otter.sh", lambda _, served: f"{command(_words(served))}\n"),
     counters=Counters("otter_", "/otter", "/version", _read, _count, lambda d: bool(d[DRAFTS])),
 )
 
@@ -119,7 +123,7 @@ def test_a_head_is_converted_there_and_back_and_detected(heads, tmp_path):
     head = read_head(open_checkpoint(converted))
     assert (head.layout.name, head.spec) == ("otter", read_head(open_checkpoint(source)).spec)
     assert {name: list(info.shape) for name, info in head.checkpoint.tensors.items()} == HEADER
-    assert (converted / "serve-otter.sh").read_text() == f"{COMMAND}\n"
+    assert (converted / "serve-otter.sh").read_text() == f"{command(_words(Deployment()))}\n"
     execute(plan(head, registry.by_name("vllm")), tmp_path / "back")
     back, own = (load_file(folder / "model.safetensors") for folder in (tmp_path / "back", source))
     assert back.keys() == own.keys() and all(bool((back[name] == own[name]).all()) for name in own)

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 import yaml
 from support.heads import GQA, MLA
+from support.shells import NAMES, ran
 
+from kconv.engines.base import Deployment, needs_code
 from kconv.engines.registry import launch_files
 
 
@@ -35,3 +37,49 @@ def test_tensorrt_llm_counts_drafts_once_the_two_lines_are_uncommented():
     on = yaml.safe_load("\n".join([*text.splitlines()[:-2], *(line.removeprefix("# ") for line in last)]))
     assert on["return_perf_metrics"] is on["enable_iter_perf_stats"] is True
     assert on["speculative_config"] == yaml.safe_load(text)["speculative_config"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_launch_file_names_a_head_and_a_target_of_any_name(name, tmp_path):
+    served = Deployment(name, name, own_code=True)
+    files = launch_files(MLA, "portable", served)
+    ((vllm, serve, target, trust, option, speculative),) = ran(files["serve-vllm.sh"], tmp_path)
+    assert (vllm, serve, target, trust, option) == (
+        "vllm", "serve", name, "--trust-remote-code", "--speculative-config",
+    )  # fmt: skip
+    assert json.loads(speculative)["model"] == name
+    ((*start, target, trust, algorithm, _, option, head), *_) = [
+        call[:10] for call in ran(files["serve-sglang.sh"], tmp_path)
+    ]
+    assert start == ["python", "-m", "sglang.launch_server", "--model-path"]
+    assert (target, trust, algorithm, option, head) == (
+        name, "--trust-remote-code", "--speculative-algorithm", "--speculative-draft-model-path", name,
+    )  # fmt: skip
+    text = files["serve-trtllm.yaml"]
+    assert yaml.safe_load(text)["speculative_config"]["speculative_model"] == name
+    # Its command is a comment, of as many lines as the name has.
+    lines = text.splitlines()[: 1 + name.count("\n")]
+    shown = "\n".join(line.removeprefix("# ") for line in lines)
+    assert ran(shown, tmp_path) == [
+        ["trtllm-serve", name, "--backend", "pytorch", "--trust_remote_code", "--config", "serve-trtllm.yaml"]
+    ]
+
+
+CODE = {"auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+
+
+@pytest.mark.parametrize(
+    ("target", "head", "needs"),
+    [
+        (CODE, {"model_type": "llama"}, True),
+        ({"model_type": "llama"}, {"model_type": "kimi_k2"}, False),
+        (None, {"model_type": "kimi_k2"}, True),
+        (None, {"model_type": "llama"}, False),
+        (None, {"model_type": ["kimi_k2"]}, False),
+    ],
+)
+def test_only_a_target_with_code_of_its_own_is_trusted(target, head, needs):
+    assert needs_code(target, head) == needs
+    text = launch_files(MLA, "portable", Deployment(own_code=needs))
+    assert ["--trust-remote-code" in text[name] for name in ("serve-vllm.sh", "serve-sglang.sh")] == [needs] * 2
+    assert ("--trust_remote_code" in text["serve-trtllm.yaml"]) == needs

@@ -14,7 +14,7 @@ from support.heads import GQA, MLA, PORTABLE, random_slots, write_head
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.read import read_head
 from kconv.engines import BY_NAME
-from kconv.engines.registry import launch_files, serve_command
+from kconv.engines.registry import launch_files
 from kconv.head.spec import Norms
 
 KEY = "eagle_aux_hidden_state_layer_ids"
@@ -105,7 +105,6 @@ def test_a_portable_folder_shows_how_each_engine_serves_it():
     assert files.keys() == {"serve-trtllm.yaml", "serve-vllm.sh", "serve-sglang.sh"}
     for name, alone in (("trtllm", "serve-trtllm.yaml"), ("vllm", "serve-vllm.sh"), ("sglang", "serve-sglang.sh")):
         assert launch_files(MLA, name) == {alone: files[alone]}
-        assert serve_command(name) in files[alone] and serve_command(name) in serve_command("portable")
 
 
 def test_sglang_is_told_a_chain():
