@@ -24,7 +24,7 @@ from ..validate.report import Report, read_report
 from .evidence import CONFIG, Evidence, HeadIdentity, Said, foreign, identify
 from .facts import Facts
 from .front_matter import CARD, front_matter
-from .licenses import SOURCE_LICENSE, find_texts, license_files, unstated_text
+from .licenses import SOURCE_LICENSE, find_texts, given_texts, license_files, of_target, unstated_text
 from .quickstart import starts
 from .sections import CHART, attribution, changed, figures, known, render, subcards
 from .target_card import TEMPLATE, is_target
@@ -69,7 +69,7 @@ def gather(
         report: its validation report.
         facts: the user's additions.
         acceptance: figures about it.
-        license_files: license texts, in addition to those in the source's and the target's folder.
+        license_files: license texts, in addition to those in the source's and the target's folder; see `given_texts`.
         target: a folder with the target's license.
         source: a folder with the source's license; the one that the manifest names if None.
 
@@ -78,7 +78,8 @@ def gather(
         LayoutCannot: the head is in a trainer's layout, which no engine serves.
         ReportInvalid: the report, or a figure that names weights, does not belong to exactly the folder's weights and
             config.json; or the report has errors.
-        LicenseUnknown: kconv does not know the license in a file.
+        LicenseUnknown: kconv does not know the license in a file, or it is neither the head's nor the target's.
+        ConfigInvalid: config.json, the head's or the target's, is not a JSON object.
     """
     manifest = None
     if (folder / MANIFEST).exists() or not facts.name:
@@ -105,12 +106,14 @@ def gather(
         for evidence in bound:
             _refuse_foreign(evidence, head)
     targets = find_texts([target]) if target else ()
-    if targets and not facts.license.target:
-        # The target's folder shows which license it has.
-        own = facts.license.model_copy(update={"target": targets[0].license.id})
+    stated = facts.license.target or (targets[0].license.id if targets else None)
+    given, theirs = given_texts(license_files, facts.license.id, of_target(stated, facts.base_model))
+    # The target's folder shows which license it has, or a text that the user names.
+    if stated or any(text.license == theirs for text in given):
+        own = facts.license.model_copy(update={"target": theirs.id if theirs else None})
         facts = facts.model_copy(update={"license": own})
     source = source or (_stated_source(manifest) if manifest else folder)
-    texts = find_texts([source, *([target] if target else [])], license_files)
+    texts = find_texts([source, *([target] if target else [])], given)
     unstated = unstated_text(source, (facts.license.id, facts.license.target))
     # A quantized target is its own target.
     own_code = needs_code(_config(folder if is_target(manifest) else target), _config(folder) or {})

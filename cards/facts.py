@@ -95,9 +95,10 @@ class LicenseFacts(_FactsPart):
     @field_validator("id", "target")
     @classmethod
     def _known(cls, value: str | None) -> str | None:
-        if value is not None and value not in LICENSES:
+        # SPDX writes Apache-2.0, the Hub apache-2.0.
+        if value is not None and value.lower() not in LICENSES:
             raise ValueError(f"{value!r} is not a license that kconv knows; choose one of {', '.join(LICENSES)}")
-        return value
+        return value and value.lower()
 
 
 class Architecture(_FactsPart):

@@ -23,6 +23,7 @@ from .licenses import (
     LICENSES,
     NOTICE,
     SOURCE_LICENSE,
+    TARGET_LICENSE,
     UNNAMED,
     License,
     LicenseText,
@@ -30,11 +31,13 @@ from .licenses import (
     copyright_in,
     digest_text,
     find_texts,
+    of_target,
     recognise,
 )
 
 NVIDIA_HEAD = re.compile(r"nvidia/.+-eagle3(-v\d+)?", re.IGNORECASE)
-MOONSHOT = re.compile(r"moonshotai/.+", re.IGNORECASE)
+# How a finding is resolved whose file kconv card writes.
+AGAIN = "Write the card again: kconv card DIR --force."
 # Datasets whose prompts belong to others, and the files that contain prompts.
 PROMPT_FILES = (".jsonl", ".parquet")
 KEPT_PROMPTS = "SPEED-Bench"
@@ -81,7 +84,7 @@ class LicensedFolder:
     @property
     def license(self) -> str:
         """The head's license by kconv's id, as its owner or its card states it; "" if neither does."""
-        stated = self.facts.license.id or self.front.license_name or self.front.license
+        stated = (self.facts.license.id or self.front.license_name or self.front.license).lower()
         return stated if stated in LICENSES else ""
 
     @property
@@ -123,20 +126,23 @@ def _nvidia(folder: LicensedFolder) -> Iterator[LicenseFinding]:
     if not (NVIDIA_HEAD.fullmatch(folder.source) or folder.license == license.id):
         return
     text = folder.text_of(license)
-    fix = f"Put a copy of {license.url} into the folder: kconv card DIR --license-file FILE."
+    fix = (
+        f"Save {license.url}, and write the card again with it: kconv card DIR --force --license {license.id} "
+        "--license-file FILE."
+    )
     if text is None:
         yield "error", license.file, f"a head under the {license.title} must include a copy of the agreement", fix
     elif digest_text(text.text) not in license.digests:
         message = "the agreement is an edition that kconv does not know, or was changed"
         yield "warning", text.origin.name, message, f"Compare it with {license.url}."
     if license.notice not in folder.notice.splitlines():
-        yield "error", NOTICE, f'it lacks the line "{license.notice}"', "Write it with kconv card."
+        yield "error", NOTICE, f'it lacks the line "{license.notice}"', AGAIN
 
 
 def _front(folder: LicensedFolder) -> Iterator[LicenseFinding]:
     front = folder.front
     if front.problem:
-        yield "error", CARD, f"no license is stated: {front.problem}", "Write it with kconv card."
+        yield "error", CARD, f"no license is stated: {front.problem}", AGAIN
     elif front.license in ("", "unknown"):
         yield "error", CARD, "its front matter states no license", "State it: kconv card DIR --license ID --force."
     elif front.license == "other":
@@ -149,8 +155,7 @@ def _front(folder: LicensedFolder) -> Iterator[LicenseFinding]:
 
 
 def _target(folder: LicensedFolder) -> Iterator[LicenseFinding]:
-    stated = LICENSES.get(folder.facts.license.target or "")
-    license = stated or (LICENSES["modified-mit"] if MOONSHOT.fullmatch(folder.target) else None)
+    license = of_target(folder.facts.license.target, folder.target)
     if license is None or not license.text or license.id == UNNAMED:
         return
     copied = folder.manifest.parameters_by_origin.copied_from_target if folder.manifest else 0
@@ -162,14 +167,16 @@ def _target(folder: LicensedFolder) -> Iterator[LicenseFinding]:
             severity,
             license.file,
             f"the head {why}, but the target's license is not in the folder",
-            "Add it: kconv card DIR --target TARGET, or --license-file FILE.",
+            "Write the card again with it: kconv card DIR --force --target TARGET, or, with the text in a file of that "
+            f"name, --license-file {TARGET_LICENSE}.",
         )
     elif copyright_in(text.text) is None:
         yield severity, text.origin.name, "the target's license lacks its copyright line", "Copy the complete file."
     name = attribution_in(text.text) if text else folder.facts.license.attribution
     if license.attribution and (not name or f'"{name}"' not in folder.notice):
         said = f'"{name}"' if name else "the name that the target's license requires"
-        yield severity, NOTICE, f"it does not say that large products show {said}", "Write it with kconv card."
+        unknown = "Write the card again with the license's text, which has the name, as for the finding above."
+        yield severity, NOTICE, f"it does not say that large products show {said}", AGAIN if name else unknown
 
 
 def _unnamed(folder: LicensedFolder) -> Iterator[LicenseFinding]:
@@ -178,7 +185,8 @@ def _unnamed(folder: LicensedFolder) -> Iterator[LicenseFinding]:
             "error",
             CARD,
             "the head's publisher names no license, so its terms of use are unknown",
-            "Ask the publisher and pass the text with --license-file, or accept it in the facts: license.acknowledged.",
+            "Ask the publisher, and write the card again with the answer: kconv card DIR --force --license ID "
+            "--license-file FILE. Or accept it in the facts: license.acknowledged.",
         )
 
 
@@ -192,7 +200,7 @@ def _notice_kept(folder: LicensedFolder) -> Iterator[LicenseFinding]:
             "error",
             license.file,
             f"the {license.title} requires a copy of its text",
-            "Pass it with --license-file.",
+            f"Write the card again with it: kconv card DIR --force --license {license.id} --license-file FILE.",
         )
     elif license.id == "mit" and copyright_in(text.text) is None:
         yield "error", text.origin.name, "the license lacks its copyright line", "Copy the complete file."
@@ -208,7 +216,7 @@ def _changes(folder: LicensedFolder) -> Iterator[LicenseFinding]:
                 "error",
                 CARD,
                 f"it does not say that the files were changed: {what} is not named",
-                "Write it with kconv card.",
+                AGAIN,
             )
 
 
@@ -229,7 +237,7 @@ def _bases(folder: LicensedFolder) -> Iterator[LicenseFinding]:
     # A head that kconv did not write has no source but itself.
     for what, name in (("target", folder.facts.base_model), ("source", folder.source if folder.manifest else None)):
         if name and name not in folder.front.base_models:
-            yield "error", CARD, f"base_model does not list the {what}, {name}", "Write it with kconv card."
+            yield "error", CARD, f"base_model does not list the {what}, {name}", AGAIN
     if not folder.front.base_models:
         yield "error", CARD, "base_model lists no target", "State it: kconv card DIR --base-model ID --force."
 
@@ -253,7 +261,7 @@ def _source_license(folder: LicensedFolder) -> Iterator[LicenseFinding]:
         SOURCE_LICENSE,
         f"what the head was made from is under {title}, but the head is stated to be under {folder.license or 'none'}",
         "State it: kconv card DIR --license ID --force, or as the target's in the facts. If another license is right, "
-        "keep the file and allow the check: --allow L10 --why.",
+        "keep the file and allow the check: kconv publish DIR REPO --allow L10=REASON.",
     )
 
 

@@ -23,6 +23,8 @@ UNNAMED = "other"
 NOTICE = "NOTICE"
 # The source's license, if it is not the one stated for the head.
 SOURCE_LICENSE = "LICENSE-SOURCE"
+# The target's, beside the head's own.
+TARGET_LICENSE = "LICENSE-TARGET"
 LARGEST = 200_000  # bytes; a larger file is not a license
 
 
@@ -56,6 +58,7 @@ class License:
     attribution: bool = False
 
 
+MOONSHOT = re.compile(r"moonshotai/.+", re.IGNORECASE)
 PERMISSION = r"permission is hereby granted, free of charge"
 # The clause of Modified MIT names a product, a different one for each of Moonshot's models.
 DISPLAY = re.compile(r"prominently display \"(?P<name>[^\"]+)\" on the user interface")
@@ -80,7 +83,7 @@ _ALL = (
         title="Modified MIT License",
         identifier="other",
         url="",
-        file="LICENSE-TARGET",
+        file=TARGET_LICENSE,
         marks=(PERMISSION, r"prominently display"),
         # Kimi K2's, as scancode-toolkit 32.5.0 holds it; later models name themselves in it.
         digests=("858e04f686ee2833546c947472f6d35559ca3eb521248731201254dcf56b34af",),
@@ -115,17 +118,27 @@ LICENSES: Mapping[str, License] = MappingProxyType({license.id: license for lice
 
 
 def by_id(name: str) -> License:
-    """Return a license by its id.
+    """Return a license by its id, in any case: SPDX writes Apache-2.0, the Hub apache-2.0.
 
     Raises:
         LicenseUnknown: kconv has no data about it.
     """
-    if name not in LICENSES:
+    if name.lower() not in LICENSES:
         raise LicenseUnknown(
             f"kconv has no data about a license {name!r}",
             fix=f"Use one of {', '.join(LICENSES)}; {UNNAMED!r} stands for a license without a name.",
         )
-    return LICENSES[name]
+    return LICENSES[name.lower()]
+
+
+def of_target(stated: str | None, target: str | None) -> License | None:
+    """Return a target's license: as stated, else that of all of Moonshot AI's models; None if unknown.
+
+    Args:
+        stated: its id.
+        target: the target's hub id.
+    """
+    return LICENSES[stated or "modified-mit"] if stated or MOONSHOT.fullmatch(target or "") else None
 
 
 def recognise(text: str) -> License | None:
@@ -167,18 +180,56 @@ class LicenseText:
     origin: Path
 
 
-def find_texts(folders: Iterable[Path], files: Iterable[Path] = ()) -> tuple[LicenseText, ...]:
-    """Read the license texts in folders, and those that the user names.
+def given_texts(
+    files: Sequence[Path], own: str | None, target: License | None
+) -> tuple[tuple[LicenseText, ...], License | None]:
+    """Read the texts that the user names: each is the head's license or the target's, in any order.
+
+    Args:
+        files: named by the user.
+        own: id of the head's license; None if it is not stated.
+        target: the target's license; None if it is unknown, and then a file named LICENSE-TARGET states it.
+
+    Returns:
+        The texts, and the target's license.
+
+    Raises:
+        LicenseUnknown: a file cannot be read, or kconv does not know its license; it is neither the head's nor the
+            target's; or two are different texts of one license.
+    """
+    texts = [_read_named(file) for file in files]
+    target = target or next((text.license for text in texts if text.origin.name == TARGET_LICENSE), None)
+    first: dict[str, LicenseText] = {}
+    for text in texts:
+        license, name = text.license, text.origin.name
+        if license.id not in (own, target.id if target else None):
+            raise LicenseUnknown(
+                f"{name} is the text of the {license.title}, which is not stated for the head or for its target",
+                where=text.origin,
+                fix=f"If it is the head's license, pass --license {license.id}. If it is the target's, name the file "
+                f"{TARGET_LICENSE}, or state license.target: {license.id} in the facts.",
+            )
+        other = first.setdefault(license.id, text)
+        if digest_text(other.text) != digest_text(text.text):
+            raise LicenseUnknown(
+                f"{other.origin.name} and {name} are different texts of the {license.title}, which has one file",
+                where=text.origin,
+                fix="Put both texts into one file and pass that with --license-file, or pass one of them.",
+            )
+    return tuple(first.values()), target
+
+
+def find_texts(folders: Iterable[Path], given: Iterable[LicenseText] = ()) -> tuple[LicenseText, ...]:
+    """Read the license texts in folders.
 
     Args:
         folders: the source's and the target's; a missing one holds none.
-        files: named by the user; the first text of a license wins, and these come first.
+        given: by the user; the first text of a license wins, and these come first.
 
     Raises:
-        LicenseUnknown: a named file cannot be read, or kconv does not know its license; or a link leads out of its
-        folder.
+        LicenseUnknown: a link leads out of its folder.
     """
-    texts = [_read_named(file) for file in files]
+    texts = [*given]
     for folder in folders:
         for text, file in _texts(folder):
             license = recognise(text)

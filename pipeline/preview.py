@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..cards.license_checks import check_folder
-from ..cards.licenses import LICENSES, find_texts
+from ..cards.licenses import LICENSES, find_texts, given_texts, of_target
 from ..checkpoint.folder import LICENSE_TEXTS
 from ..checkpoint.staging import free_bytes
 from ..errors import OutputFailed, ReleaseStateInvalid
@@ -146,7 +146,9 @@ def _licenses(step: Card, context: StepContext, release: Release, out: Path, pla
     if planned.runs is None:
         return
     folders = [source.fetch_license() for name in (step.source, step.target) if (source := context.maybe(name))]
-    texts = find_texts(folders, [context.path(file) for file in step.license_file])
+    files = [context.path(file) for file in step.license_file]
+    given, _ = given_texts(files, facts.license.id, of_target(facts.license.target, facts.base_model))
+    texts = find_texts(folders, given)
     at_hand = {one.license.id for one in texts}
     for rule, license in (("L1", facts.license.id), ("L3", facts.license.target)):
         wanted = LICENSES.get(license or "")

@@ -4,19 +4,17 @@ import ast
 import json
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
 import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
+from support.listing import PRODUCT, ROOT
 
-import kconv
 from kconv import escape
 from kconv.errors import KconvError
 
-ROOT = Path(kconv.__file__).parent
 HOSTILE = (
     "\x1b[2J\x1b[H\x1b]0;title\x07", "\x9b31m", "a\r\nb", "\u202egnp.exe", "\x00\x08\x7f", "\ud800", "| a | b |",
     "# Acceptance", "[link](https://evil)", "![x](https://evil/x.png)", "<script>alert(1)</script>", "`code`", "```",
@@ -79,12 +77,6 @@ def calls(file):
 
 
 CLI = sorted((ROOT / "cli").glob("*.py"))
-PRODUCT = [
-    file
-    for file in ROOT.rglob("*.py")
-    if file.relative_to(ROOT).parts[0] not in ("tests", "scripts", "docs", "build")
-    and not file.relative_to(ROOT).parts[0].startswith(".")
-]
 
 
 @pytest.mark.parametrize("file", [file for file in CLI if file.name != "terminal.py"], ids=lambda file: file.name)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 from support.license_texts import APACHE, KIMI, MIT, NVIDIA, TEXTS
 
+from kconv.cards.facts import LicenseFacts
 from kconv.cards.licenses import (
     LICENSES,
     attribution_in,
     by_id,
     copyright_in,
     digest_text,
-    find_texts,
+    given_texts,
     recognise,
     unstated_text,
 )
@@ -40,11 +41,38 @@ def test_a_license_that_kconv_does_not_know_is_named():
         by_id("gpl-3.0")
 
 
+@pytest.mark.parametrize("name", ["Apache-2.0", "APACHE-2.0", "apache-2.0"])
+def test_a_license_is_known_by_its_spdx_spelling(name):
+    assert by_id(name).id == "apache-2.0"
+    assert LicenseFacts(id=name, target=name) == LicenseFacts(id="apache-2.0", target="apache-2.0")
+
+
 def test_a_file_that_is_no_license_is_named(tmp_path):
     (tmp_path / "terms.txt").write_text("Do as you like.")
     for file in (tmp_path / "terms.txt", tmp_path / "nowhere"):
         with pytest.raises(LicenseUnknown):
-            find_texts([], [file])
+            given_texts([file], "mit", None)
+
+
+def test_each_given_text_is_used_or_refused_by_its_name(tmp_path):
+    def given(own: str | None, target: str | None, **files: str):
+        for name, text in files.items():
+            (tmp_path / name).write_text(text)
+        texts, theirs = given_texts([tmp_path / name for name in files], own, LICENSES[target] if target else None)
+        return [(text.origin.name, text.license.id) for text in texts], theirs and theirs.id
+
+    assert given("apache-2.0", "modified-mit", A=KIMI, B=APACHE) == (
+        [("A", "modified-mit"), ("B", "apache-2.0")], "modified-mit",
+    )  # fmt: skip
+    assert given("apache-2.0", None, **{"A": APACHE, "LICENSE-TARGET": MIT})[1] == "mit"
+    assert given("mit", "mit", A=MIT, B=MIT.replace("\n", " \n")) == ([("A", "mit")], "mit"), "one text, twice"
+    with pytest.raises(LicenseUnknown, match="A is the text of the MIT License, which is not stated") as fault:
+        given("apache-2.0", "modified-mit", B=APACHE, A=MIT)
+    assert "--license mit" in fault.value.fix and "LICENSE-TARGET" in fault.value.fix
+    with pytest.raises(LicenseUnknown, match="A is the text of the Apache License"):
+        given(None, None, A=APACHE)
+    with pytest.raises(LicenseUnknown, match="A and B are different texts of the MIT License"):
+        given("mit", "mit", A=MIT, B=MIT.replace("2025", "2026"))
 
 
 @pytest.mark.parametrize("license", LICENSES.values(), ids=LICENSES)

@@ -205,7 +205,7 @@ def test_l10_the_sources_license_is_not_replaced_by_another(output, tmp_path, te
     facts = FACTS.model_copy(update={"source_head": "AQ-MedAI/head", "license": LicenseFacts(id=stated)})
     (output.parent / "source" / "LICENSE").write_text(text)
     (tmp_path / "mine").write_text(MIT)
-    write(output, make_card(gather(output, None, facts, license_files=[tmp_path / "mine"])))
+    write(output, make_card(gather(output, None, facts, license_files=[tmp_path / "mine"] * bool(stated))))
     assert (output / "LICENSE-SOURCE").read_text() == text
     # The source's folder is not needed to see it: the folder may be published elsewhere, and without these facts.
     for known in (facts, Facts()):

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 from huggingface_hub import ModelCard
 from support.heads import MLA, random_slots, write_head
+from support.license_texts import APACHE, KIMI, MIT
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.cli import main
@@ -124,6 +125,39 @@ def test_a_card_that_lacks_what_is_owed_is_written_and_no_success(head):
     result = run(head, "--base-model", "org/target")
     assert (result.exit_code, result.stdout) == (1, f"{head / 'README.md'}\n")
     assert "error L2 README.md: its front matter states no license\n  fix: " in result.stderr
+
+
+@pytest.mark.parametrize("name", ["MODMIT", "LICENSE-TARGET"])
+def test_the_targets_text_is_used_and_what_the_findings_ask_for_settles_them(head, tmp_path, name):
+    """The findings' own commands, with DIR and FILE filled in: none is what was just done."""
+    own, theirs = write(tmp_path / "LICENSE", APACHE), write(tmp_path / name, KIMI)
+    words = ("--base-model", "moonshotai/Kimi-K2-Instruct", "--license", "Apache-2.0", "--force", "--style", "compact")
+    result = run(head, *words)
+    assert result.exit_code == 1
+    assert {line.split()[1] for line in result.stderr.splitlines() if line.startswith(("error", "warning"))} == {
+        "L3",
+        "L5",
+    }
+    assert (
+        "--license apache-2.0 --license-file FILE" in result.stderr and "--license-file LICENSE-TARGET" in result.stderr
+    )
+    result = run(head, *words, "--license-file", own, "--license-file", theirs)
+    assert (result.exit_code, result.stderr) == (0, f"{head}: license checks passed\n"), result.stderr
+    assert (head / "LICENSE").read_text() == APACHE and (head / "LICENSE-TARGET").read_text() == KIMI
+    assert '"Kimi K2.6"' in (head / "NOTICE").read_text()
+    assert "licensed under the Modified MIT License" in (head / "README.md").read_text()
+
+
+def test_a_text_of_neither_is_refused_by_its_name(head, tmp_path):
+    own, other = write(tmp_path / "LICENSE", APACHE), write(tmp_path / "OTHER", MIT)
+    words = ("--base-model", "org/target", "--license", "apache-2.0", "--style", "compact", "--license-file", own,
+             "--license-file")  # fmt: skip
+    refused = run(head, *words, other)
+    assert refused.exit_code == 1 and "OTHER is the text of the MIT License" in refused.stderr
+    assert not (head / "README.md").exists()
+    # As its fix says: a file of the name that the target's text has in a folder.
+    assert run(head, *words, other.rename(tmp_path / "LICENSE-TARGET")).exit_code == 0
+    assert (head / "LICENSE").read_text() == APACHE and "MIT License" in (head / "README.md").read_text()
 
 
 def test_licenses_are_fetched_from_the_hub(head, tmp_path, hub):

@@ -1,12 +1,18 @@
 """Help: each command has an example that the command itself can parse, and every option says what it does."""
 
+import ast
+import re
+
 import click
 import pytest
 from click.testing import CliRunner
 from support.commands import COMMANDS, fault_of
+from support.listing import PRODUCT, ROOT
 
 from kconv.cli import main
 from kconv.engines import LAYOUTS
+from kconv.operations import OPERATIONS, load
+from kconv.operations.base import flag
 
 NAMES = sorted(COMMANDS)
 
@@ -29,6 +35,47 @@ def test_each_command_has_an_example_that_parses(name):
     assert any(line.startswith(f"kconv {name}") for line in examples(name))
     for example in examples(name):
         assert fault_of(example) == "", example
+
+
+# Options of other programs that kconv names or passes on.
+FOREIGN = {
+    "vLLM": "--compilation-config --disable-log-stats --dtype --enforce-eager --host --kv-transfer-config "
+    "--max-model-len --model --model-impl --per-request-spec-decode-metrics --port --speculative-config "
+    "--tensor-parallel-size",
+    "SGLang": "--context-length --disable-radix-cache --enable-metrics --model-path --skip-server-warmup "
+    "--speculative-algorithm --speculative-draft-attention-backend --speculative-draft-model-path "
+    "--speculative-eagle-topk --speculative-num-draft-tokens --speculative-num-steps --tp-size",
+    "TensorRT-LLM": "--backend --config --tp_size --trust_remote_code",
+    "torchrun": "--no-python --nproc-per-node",
+    "git": "--always --dirty --exclude",
+    "hf": "--local-dir --repo-type",
+    "scripts/real": "--quick --work",
+    # What users try; kconv answers with its own name for it.
+    "other converters": "--output --overwrite",
+    "click": "--help",
+}
+OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+
+
+def options() -> set[str]:
+    """Return the options of all commands, and of the steps of recipes, which errors name the same way."""
+    params = [param for command in (main, *COMMANDS.values()) for param in command.params]
+    steps = {flag(field) for name in OPERATIONS for field in load(name).model_fields}
+    return {name for param in params for name in (*param.opts, *param.secondary_opts)} | steps
+
+
+def test_every_option_that_a_text_names_is_one():
+    known = options() | {option for foreign in FOREIGN.values() for option in foreign.split()}
+    texts = {
+        f"{file.relative_to(ROOT)}:{node.lineno}": node.value
+        for file in PRODUCT
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    texts |= {str(file.relative_to(ROOT)): file.read_text() for file in ROOT.glob("cards/templates/*.jinja")}
+    assert len(texts) > 1000
+    dead = {where: gone for where, text in texts.items() if (gone := set(OPTION.findall(text)) - known)}
+    assert dead == {}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,6 +1,16 @@
-"""What a folder holds, for tests that say that nothing was left or touched."""
+"""What a folder holds, for tests that say that nothing was left or touched; and the files of the package itself."""
 
 from pathlib import Path
+
+import kconv
+
+ROOT = Path(kconv.__file__).parent
+PRODUCT = [
+    file
+    for file in ROOT.rglob("*.py")
+    if file.relative_to(ROOT).parts[0] not in ("tests", "scripts", "docs", "build")
+    and not file.relative_to(ROOT).parts[0].startswith(".")
+]
 
 
 def names(folder: Path) -> list[str]:
