@@ -21,7 +21,10 @@ from ..errors import AcceptanceInvalid, NotACheckpoint
 ACCEPTANCE = "acceptance.json"
 OVERALL = ""  # the category of a figure over the whole of a dataset
 
-Metric = Literal["al_incl_bonus", "draft_accept_rate", "teacher_forced_accuracy"]
+Metric = Literal["al_incl_bonus", "al_as_published", "draft_accept_rate", "teacher_forced_accuracy"]
+# An acceptance length whose source does not state whether the bonus token is in it: comparable with nothing.
+AS_PUBLISHED = "al_as_published"
+LENGTHS = ("al_incl_bonus", AS_PUBLISHED)
 Averaging = Literal["micro_steps", "macro_request", "macro_category", "micro_positions"]
 MeasuredBy = Literal["self", "quoted"]
 
@@ -146,7 +149,8 @@ class AcceptanceRow(_AcceptancePart):
     """One figure with its full key.
 
     Attributes:
-        metric: "al_incl_bonus" is the acceptance length, tokens per verify step with the bonus token.
+        metric: "al_incl_bonus" is the acceptance length, tokens per verify step with the bonus token;
+            "al_as_published" a quoted one whose source does not state whether the bonus token is in it.
         value: in tokens, or a share for the other metrics.
         decimals: digits to show after the point; for a quoted figure, those in its source.
         draft_tokens: K.
@@ -227,7 +231,10 @@ class AcceptanceRow(_AcceptancePart):
             unsaid = [name for name in SAID_BY_SELF if not self[name]]
             if unsaid:
                 raise ValueError(f"{self.dataset} {self.category} was measured, but does not state {', '.join(unsaid)}")
-        low, high = (1.0, (self.draft_tokens or float("inf")) + 1.0) if self.metric == "al_incl_bonus" else (0.0, 1.0)
+            if self.metric == AS_PUBLISHED:
+                raise ValueError(f"{self.dataset} {self.category} was measured, but has the metric of a quoted figure")
+        low = 1.0 if self.metric == "al_incl_bonus" else 0.0
+        high = (self.draft_tokens or float("inf")) + 1.0 if self.metric in LENGTHS else 1.0
         if not low <= self.value <= high:
             raise ValueError(
                 f"{self.dataset} {self.category}: a {self.metric} of {self.shown} is not within {low:g} and {high:g}"
@@ -369,5 +376,5 @@ def differences(one: AcceptanceRow, other: AcceptanceRow) -> Mapping[str, tuple[
     return {
         name: pair
         for name, pair in pairs.items()
-        if pair[0] != pair[1] or (pair[0] is None and name not in MAY_BE_UNSAID)
+        if pair[0] != pair[1] or pair[0] == AS_PUBLISHED or (pair[0] is None and name not in MAY_BE_UNSAID)
     }

@@ -15,16 +15,27 @@ from typing import Self
 from ..charts import chart
 from ..errors import MissingExtra
 from ..installed import install_command
-from .acceptance import LINE, MAY_BE_UNSAID, METHOD, OVERALL, AcceptanceFile, AcceptanceRow, suite_name
+from .acceptance import (
+    AS_PUBLISHED,
+    LENGTHS,
+    LINE,
+    MAY_BE_UNSAID,
+    METHOD,
+    OVERALL,
+    AcceptanceFile,
+    AcceptanceRow,
+    suite_name,
+)
 
 NOT_STATED = "not stated"
 METRICS = {
     "al_incl_bonus": "acceptance length, tokens per verify step with the bonus token",
+    AS_PUBLISHED: "acceptance length, tokens per verify step",
     "draft_accept_rate": "share of drafted tokens that were accepted",
     "teacher_forced_accuracy": "teacher-forced accuracy, which is not acceptance",
 }
 HEADS = {
-    "al_incl_bonus": "Acceptance length",
+    **dict.fromkeys(LENGTHS, "Acceptance length"),
     "draft_accept_rate": "Acceptance rate",
     "teacher_forced_accuracy": "Accuracy",
 }
@@ -36,7 +47,9 @@ WAYS = {
     None: "kind of mean not stated",
 }
 NOT_PUBLISHED, NOT_MEASURED, UNKNOWN = "not published", "not measured", "unknown"
+NOT_APPLICABLE = "–"
 LEGEND = {
+    NOT_APPLICABLE: "–: a mean of the categories is one figure for all of them.",
     UNKNOWN: "*unknown*: only a part of the source was read; the rest may have the figure.",
 }
 
@@ -134,7 +147,7 @@ class Table:
         drawn: dict[str, dict[str, float]] = {}
         for place, column in enumerate(self.columns):
             for label, line in zip(labels, held, strict=True):
-                if (row := line.rows[place]) and row.metric == "al_incl_bonus":
+                if (row := line.rows[place]) and row.metric in LENGTHS:
                     drawn.setdefault(column, {})[label] = row.value
         return drawn
 
@@ -239,6 +252,7 @@ def describe_method(*rows: AcceptanceRow) -> str:
     revisions = dict.fromkeys((each.dataset, _or(each.revision)) for each in rows)
     one = len({revision for _, revision in revisions}) == 1
     parts: dict[str, object] = {
+        "bonus token": None if row.metric == AS_PUBLISHED else "",
         "K": None if row.draft_tokens is None else f"K = {row.draft_tokens}",
         "tree": row.tree and f"tree: {row.tree}",
         "kind of mean": row.averaging and WAYS[row.averaging],
@@ -292,6 +306,8 @@ def _cell(own: Mapping[Benchmark, AcceptanceRow], about: Benchmark, absent: Mapp
     lacks = prompts in absent and prompts not in {(held.dataset, held.category) for held in own}
     if not lacks:
         return ""
+    if about.category != OVERALL and next(iter(own.values())).averaging == "macro_category":
+        return NOT_APPLICABLE
     return NOT_MEASURED if next(iter(own.values())).measured_by == "self" else absent[prompts]
 
 

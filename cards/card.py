@@ -275,7 +275,9 @@ def draw_chart(file: Path, table: Table) -> None:
     tops = [row.draft_tokens + 1.0 for line in table.lines for row in line.rows if row and row.draft_tokens]
     labels = list(dict.fromkeys(label for own in bars.values() for label in own))
     series = [(name, [own.get(label) for label in labels]) for name, own in bars.items()]
-    draw_bars(file, "Acceptance length per category (bonus token included)", labels, series, max(tops, default=None))
+    said = all(row.metric == "al_incl_bonus" for line in table.lines for row in line.rows if row)
+    title = "Acceptance length per category" + (" (bonus token included)" if said else "")
+    draw_bars(file, title, labels, series, max(tops, default=None))
 
 
 def _refuse_unfit(report: Report) -> None:

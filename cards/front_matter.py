@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..bench.acceptance import suite_name
+from ..bench.acceptance import LENGTHS, suite_name
 from ..bench.tables import Benchmark
 from ..checkpoint.schema import parse_yaml, read_text
 from ..checkpoint.source import HUB_ID
@@ -195,5 +195,5 @@ def results(evidence: Evidence) -> list[EvalResult]:
         )
         for file in evidence.acceptance
         for row in file.rows
-        if row.metric == "al_incl_bonus"
+        if row.metric in LENGTHS
     ]

@@ -42,7 +42,8 @@ AGAIN = "Write the card again: kconv card DIR --force."
 PROMPT_FILES = (".jsonl", ".parquet")
 KEPT_PROMPTS = "SPEED-Bench"
 ENDORSED = (
-    r"verified to have met prescribed nvidia quality standards:?\s*\|\s*yes",
+    # By the author of the card, or by any publisher but NVIDIA.
+    r"verified to have met prescribed nvidia quality standards:?\s*\|\s*(as (?!nvidia states:)[^|]* states:\s*)?yes",
     r"(endorsed|certified|approved|verified|sponsored) by (nvidia|moonshot)",
     r"official (nvidia|moonshot( ai)?) (release|model|head)",
     r"in partnership with (nvidia|moonshot)",

@@ -139,9 +139,10 @@ def subcards(said: Said) -> list[tuple[str, list[tuple[str, str]]]]:
     for card, title in SUBCARD_TITLES.items():
         asked = {row: label for row, label in SUBCARDS[card].items() if row not in NOT_OURS}
         answers = {row: said.subcard(card, row) for row in asked}
-        if said.facts.subcards.get(card):
-            # The author of a card is not NVIDIA's quality assurance.
-            answers |= dict.fromkeys(NOT_OURS & SUBCARDS[card].keys(), "Not evaluated by kconv")
+        # The author of a card is not NVIDIA's quality assurance: such an answer is its publisher's.
+        by = said.facts.publisher or "its publisher"
+        stated = said.facts.subcards.get(card, {}).items()
+        answers |= {row: cell(f"As {by} states: {answer}") for row, answer in stated if row in NOT_OURS}
         rows = [(label, answers[row]) for row, label in SUBCARDS[card].items() if answers.get(row)]
         if rows:
             found.append((title, rows))

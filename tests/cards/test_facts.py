@@ -12,6 +12,7 @@ from kconv.cards.card import STYLES, make_card
 from kconv.cards.evidence import Evidence
 from kconv.cards.facts import SUBCARDS, Facts, read_facts
 from kconv.cards.facts_file import write_facts
+from kconv.cards.license_checks import check_folder
 from kconv.errors import FactsInvalid, OutputExists
 
 
@@ -90,10 +91,26 @@ def test_the_nvidia_style_asks_for_every_subcard():
     assert rows - missing.keys() == {"subcards.explainability.quality_standards"}
 
 
-def test_a_quality_claim_is_not_taken_from_facts_either():
-    facts = Facts(name="org/head", subcards={"explainability": {"quality_standards": "Yes"}})
+@pytest.mark.parametrize(("publisher", "by", "warned"), [("NVIDIA", "NVIDIA", False), ("org", "org", True),
+                                                         (None, "its publisher", True)])  # fmt: skip
+def test_a_quality_claim_is_its_publishers_and_a_warning_if_that_is_not_nvidia(tmp_path, publisher, by, warned):
+    facts = Facts(name="org/head", publisher=publisher, subcards={"explainability": {"quality_standards": "Yes"}})
     text = make_card(Evidence(facts=facts), "nvidia").text
-    assert "| Verified to have met prescribed NVIDIA quality standards | Not evaluated by kconv |" in text
+    assert f"| Verified to have met prescribed NVIDIA quality standards | As {by} states: Yes |" in text
+    assert "The answers are the publisher's; kconv evaluated none of them." in text
+    (tmp_path / "README.md").write_text(text)
+    assert ("L9" in {finding.rule for finding in check_folder(tmp_path, facts)}) == warned
+
+
+def test_what_nobody_said_of_quality_is_left_out():
+    facts = Facts(name="org/head", subcards={"explainability": {"output": "Text"}})
+    assert "NVIDIA quality standards" not in make_card(Evidence(facts=facts), "nvidia").text
+
+
+@pytest.mark.parametrize("argument", ["--config '{", 'a "b'])
+def test_an_argument_that_no_shell_reads_is_named(tmp_path, argument):
+    with pytest.raises(FactsInvalid, match="a shell cannot read"):
+        read(tmp_path, yaml.safe_dump({"serve": {"vllm": {"arguments": [argument]}}}))
 
 
 def test_commands_bear_the_heads_and_the_targets_names_and_arguments():

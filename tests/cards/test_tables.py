@@ -17,6 +17,7 @@ from kconv.bench.acceptance import (
     AcceptanceRow,
     Interval,
     SuiteRecord,
+    differences,
     read_acceptance,
 )
 from kconv.bench.compare import compare, draw
@@ -130,6 +131,26 @@ def test_what_was_measured_again_has_a_column_of_its_own_and_a_file_given_twice_
     assert table is not None and table.columns == ("Acceptance length", "Acceptance length, no. 2")
     assert [line.cells for line in table.lines] == [("2.500", "3.400"), ("2.100", "")]
     assert table.bars == {table.columns[0]: {"math": 2.5, "stem": 2.1}, table.columns[1]: {"math": 3.4}}
+
+
+def test_a_mean_of_the_categories_is_missing_for_no_category():
+    suite = SuiteRecord(dataset="MT-Bench", categories=("math", "stem"))
+    steps = [row(averaging="micro_steps", category=name) for name in ("math", "stem", "")]
+    mean = row(averaging="macro_category", category="", value=2.6)
+    table = table_of([AcceptanceFile(head="h", suites=(suite,), rows=(*steps, mean))], {})
+    assert table is not None
+    assert [(line.category, line.cells[1]) for line in table.lines] == [("math", "–"), ("stem", "–"), ("all", "2.600")]
+    assert "–: a mean of the categories is one figure for all of them." in table.legend
+
+
+def test_a_figure_that_does_not_state_the_bonus_token_says_so_and_is_compared_with_nothing():
+    quoted = row(metric="al_as_published", measured_by="quoted", url="https://x", value=0.4)
+    assert "tokens per verify step; K = 3" in describe(quoted) and "not stated: bonus token;" in describe(quoted)
+    assert "metric" in differences(quoted, quoted)
+    table = table_of([head("h", quoted)], {})
+    assert table is not None and list(table.bars.values()) == [{"math": 0.4}]
+    with pytest.raises(ValueError, match="the metric of a quoted figure"):
+        row(metric="al_as_published")
 
 
 def test_missing_categories_stand_in_their_lines():
