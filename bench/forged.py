@@ -92,7 +92,7 @@ def check_counts(groups: Sequence[Counts], draft_tokens: int, requests: int, whe
         forged = len(groups) >= 8 and len(lengths) == 1 and 0 < min(lengths) < draft_tokens
     if forged:
         raise AcceptanceForged(
-            f"the server's acceptance length of {length:.3f} is a fixed one: in {drafts:g} drafts every position but "
+            f"the server's acceptance length of {length:.3f} is a fixed one: in {drafts:.0f} drafts every position but "
             "at most one was accepted always or never",
             where=where,
             fix=FIX,

@@ -323,7 +323,8 @@ def _ask(
     emitted, most = counts.drafts + counts.accepted, received + asked * run.draft_tokens
     if emitted > most:
         raise CountersDisturbed(
-            f"the server counts {emitted:g} tokens of verify steps, but {received} answered ones allow at most {most}",
+            f"the server counts {emitted:.0f} tokens of verify steps, but {received} answered ones allow at most"
+            f" {most}",
             where=where,
             fix="Make sure that nobody else uses the server, and pass the --draft-tokens that it was started with.",
         )

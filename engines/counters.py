@@ -212,8 +212,8 @@ def check_possible(counts: Counts, draft_tokens: int, where: str) -> None:
         return
     if abs(sum(places) - counts.accepted) > 1e-6 * max(1.0, counts.accepted) or len(places) != draft_tokens:
         raise DefinitionsMixed(
-            f"the {len(places)} positions count {sum(places):g} accepted tokens, but the total is {counts.accepted:g} "
-            f"and K is {draft_tokens}",
+            f"the {len(places)} positions count {sum(places):.0f} accepted tokens, but the total is"
+            f" {counts.accepted:.0f} and K is {draft_tokens}",
             where=where,
             fix=f"{SAY_K}; these counters do not describe one chain.",
         )

@@ -413,13 +413,13 @@ def _read(metrics: str) -> Totals:
 def _count(d: Mapping[str, float], _k: int, requests: int, prompts: int) -> Counts:
     if not d[VERIFY] and d[GENERATED] > d[REQUESTS]:
         raise CountersMissing(
-            f"the server answered {d[REQUESTS]:g} requests without a verify step, so it does not speculate",
+            f"the server answered {d[REQUESTS]:.0f} requests without a verify step, so it does not speculate",
             where=VERIFY,
             fix="Start SGLang with --speculative-algorithm EAGLE3 and --enable-metrics.",
         )
     if d[REQUESTS] != requests:
         raise CountersDisturbed(
-            f"the server counted {d[REQUESTS]:g} requests, but {requests} were sent",
+            f"the server counted {d[REQUESTS]:.0f} requests, but {requests} were sent",
             where=REQUESTS,
             fix="Make sure that nobody else uses the server, then run the command again.",
         )

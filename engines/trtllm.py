@@ -263,13 +263,13 @@ def _count(d: Mapping[str, float], k: int, requests: int, prompts: int) -> Count
 def _count_iterations(d: Mapping[str, float], k: int, requests: int, prompts: int) -> Counts:
     if not d[DRAFTED] and d[ANSWERED] > requests:
         raise CountersMissing(
-            f"the server gave {d[ANSWERED]:g} tokens to {requests} requests without counting a draft",
+            f"the server gave {d[ANSWERED]:.0f} tokens to {requests} requests without counting a draft",
             where="/prometheus/metrics",
             fix=f"Serve with a speculative_config, {NEEDS}.",
         )
     if d[DRAFTED] % k:
         raise DefinitionsMixed(
-            f"{d[DRAFTED]:g} drafted tokens are not a whole number of steps of {k}",
+            f"{d[DRAFTED]:.0f} drafted tokens are not a whole number of steps of {k}",
             where=DRAFTED,
             fix=f"{SAY_K} (its max_draft_len), and configure it to draft the same number in each step; "
             "a TensorRT-LLM that counts drafts by token_position does not need this number.",

@@ -91,8 +91,8 @@ class Rope:
         stated = {} if self.scaling is None else {k: v for k, v in vars(self.scaling).items() if v is not None}
         kind = "no scaling" if self.scaling is None else f"{SCALINGS[type(self.scaling)]} scaling"
         whole = {} if self.partial_rotary_factor == 1 else {"partial_rotary_factor": self.partial_rotary_factor}
-        values = [f"{name} {value:.6g}" for name, value in (stated | whole).items()]
-        return ", ".join([f"theta {self.theta:.6g}", kind, *values])
+        values = [f"{name} {value!r}" for name, value in (stated | whole).items()]
+        return ", ".join([f"theta {self.theta!r}", kind, *values])
 
 
 SCALINGS = {Yarn: "YaRN", Llama3: "Llama-3", Linear: "linear"}

@@ -174,7 +174,7 @@ def _floor_reached(candidate: Candidate) -> Iterator[tuple[str, str]]:
         yield floor.suite, f"{floor.name}, over {floor.prompts} prompts or more, was not measured; measured: {measured}"
     for one in found:
         if not one.value >= floor.at_least:
-            yield one.where, f"{floor.name} is {one.value:.3f}, below the floor of {floor.at_least:g}"
+            yield one.where, f"{floor.name} is {one.value:.3f}, below the floor of {floor.at_least!r}"
 
 
 def _loss(candidate: Candidate) -> Iterator[tuple[str, str]]:
