@@ -10,6 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from ..bench.acceptance import AcceptanceRow
 from ..bench.tables import NOT_STATED, table_of
 from ..checkpoint.manifest import DRAFTS, MANIFEST, ConversionRecord, Manifest
+from ..convert.facts import phrase
 from ..engines.registry import describe, engines_of
 from ..escape import block, code
 from ..validate.figures import AcceptanceFigures
@@ -48,7 +49,7 @@ def known(manifest: Manifest | None) -> dict[str, str]:
         found["training.initialized_from"] = start
     if {"steps", "lr", "schedule", "seq"} <= recipe.keys():
         found["training.iterations"] = f"{recipe['steps']:,}"
-        found["training.learning_rate"] = f"{recipe['lr']:g}, {recipe['schedule']}"
+        found["training.learning_rate"] = f"{recipe['lr']!r}, {recipe['schedule']}"
         found["training.context"] = f"{recipe['seq']} tokens"
     return found
 
@@ -204,11 +205,11 @@ def figures(evidence: Evidence, *, chart: bool) -> dict[str, Any]:
 def unverified(evidence: Evidence) -> list[str]:
     """Return facts that rest on the user's word or on a default, except those that the report measured."""
     records = evidence.manifest.unverified if evidence.manifest else ()
-    told = {one.where for one in evidence.report.findings if one.rule == "K313"} if evidence.report else set()
+    decided = evidence.report.figures.decided if evidence.report else None
     return [
-        f"{one.fact}: {one.value}, by {one.word}" + (f" ({one.against})" if one.against else "")
+        f"{one.fact}: {phrase(one.fact, one.value)}, by {one.word}" + (f" ({one.against})" if one.against else "")
         for one in records
-        if f"config.json: {one.fact}" not in told
+        if decided is None or one.fact not in decided.confirmed
     ]
 
 

@@ -79,8 +79,18 @@ class DroppedRecord(TensorRecord):
     reason: str
 
 
-class HintsRecord(Record):
-    """Options by which the user described the source; see `convert.captured.Hints`."""
+class Hints(Record):
+    """The user's options where a head's config is silent or ambiguous.
+
+    Attributes:
+        captured: layer ids, in `captured_are`'s convention (outputs if that is None too).
+        captured_are: what the layer ids count.
+        target_layers: number of decoder layers of the target.
+        max_positions: rows of the RoPE table, tokens.
+        norm_before_residual: whether the residual of layer 0 is `hidden_norm(h)`.
+        rope_theta: RoPE's base, if the config states none.
+        layers: number of the head's own decoder layers, if num_hidden_layers is the target's.
+    """
 
     captured: tuple[int, ...] | None = None
     captured_are: Literal["outputs", "inputs"] | None = None
@@ -91,11 +101,22 @@ class HintsRecord(Record):
     layers: int | None = None
 
 
-class UnverifiedRecord(Record):
-    """A fact that rests only on the user's word or a default; see `convert.config.Unverified`."""
+# The value of a fact that a head's files may leave open.
+FactValue = bool | int | float | tuple[int, ...]
+
+
+class Unverified(Record):
+    """A fact about a head that rests on the user's word or on a default, without confirmation.
+
+    Attributes:
+        fact: the config key, or "captured".
+        value: the value used.
+        word: the options, or the default, that it rests on.
+        against: the contradicting statement in the head's own files; "" if there is none.
+    """
 
     fact: str
-    value: str
+    value: FactValue
     word: str
     against: str = ""
 
@@ -192,10 +213,10 @@ class Manifest(Record):
     source_pickles: tuple[str, ...] = ()
     source_layout: str
     layout: str
-    hints: HintsRecord = HintsRecord()
+    hints: Hints = Hints()
     spec: dict[str, Any]
     captured_by: str
-    unverified: tuple[UnverifiedRecord, ...] = ()
+    unverified: tuple[Unverified, ...] = ()
     parameters: int
     parameters_by_origin: Parameters
     config_copied: tuple[str, ...] = ()

@@ -123,6 +123,8 @@ def _show_head(_: Operation, found: Inspected) -> None:
 
 def _head_facts(found: Inspected) -> dict[str, str]:
     """Return the lines that describe a checkpoint, with markup; undecided facts are marked in their line."""
+    from ..convert.facts import FACTS
+
     reading, spec, config = found.reading, found.reading.spec, found.reading.config
     opened = {one.fact: one for one in reading.undecided}
     facts = {"source": reading.checkpoint.source, "what": found.kind}
@@ -135,7 +137,7 @@ def _head_facts(found: Inspected) -> dict[str, str]:
             "attention": f"{spec.kind.upper()} {_dims(spec.attention)}",
             "hidden": f"{spec.hidden} (target {spec.target_hidden}), MLP {spec.intermediate}, {spec.layers} layer(s)",
             "vocabulary": f"{spec.draft_vocab} of {spec.vocab}",
-            "rope": f"theta {spec.rope.theta:g}, {_dims(spec.rope.scaling) if spec.rope.scaling else 'no scaling'}",
+            "rope": f"theta {spec.rope.theta!r}, {_dims(spec.rope.scaling) if spec.rope.scaling else 'no scaling'}",
             "captured": f"outputs of layers {list(spec.captured)}: {reading.captured.how}" if reading.captured else "",
             "norms": ", ".join(name for name, on in asdict(spec.norms).items() if on) or "plain",
         }
@@ -151,18 +153,17 @@ def _head_facts(found: Inspected) -> dict[str, str]:
             f"{', '.join(found.targets)}, named in its files; --target {found.targets[0]} reads its config"
         )
     shown = {name: escape(fact) for name, fact in facts.items()}
-    for fact, line in LINES.items():
-        if (one := opened.get(fact)) is not None:
-            candidates = "".join(f"\n- {escape(candidate)}" for candidate in one.candidates)
-            shown[line] = f"[bold yellow]UNDECIDED[/]: {escape(one.what)}{candidates}\n{escape(one.decide)}"
+    for name, fact in FACTS.items():
+        if (one := opened.get(name)) is not None:
+            candidates = "".join(f"\n- {escape(candidate)}" for candidate in one.phrases)
+            shown[fact.line] = f"[bold yellow]UNDECIDED[/]: {escape(one.what)}{candidates}\n{escape(one.decide)}"
     for one in reading.read.unverified if reading.read else ():
         against = f"; {escape(one.against)}" if one.against else ""
-        shown[LINES[one.fact]] += f" [yellow](by {escape(one.word)}, not verified{against})[/]"
+        shown[FACTS[one.fact].line] += f" [yellow](by {escape(one.word)}, not verified{against})[/]"
     return shown
 
 
-# The line of `kconv inspect` for each fact that files may leave open, and its text for a config it cannot read.
-LINES = {"captured": "captured", "rope_theta": "rope", "norm_before_residual": "norms", "num_hidden_layers": "layers"}
+# What `kconv inspect` shows of a config that it cannot read.
 STATED = (
     "architectures", "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
     "vocab_size", "draft_vocab_size", "rope_theta", "max_position_embeddings",
@@ -209,9 +210,11 @@ def _show_converted(_: Operation, result: Converted) -> None:
 
 def _show_unverified(manifest: Any) -> None:
     """Print facts about a head that rest on the user's word or on a default, loudly if its files contradict them."""
+    from ..convert.facts import phrase
+
     console = wide_console()
     for one in manifest.unverified:
-        said = escape(f"{one.fact}: {one.value} ({one.word})")
+        said = escape(f"{one.fact}: {phrase(one.fact, one.value)} ({one.word})")
         console.print(f"[yellow]not verified:[/] {said}", highlight=False, soft_wrap=True)
         if one.against:
             said = escape(f"{one.against}. Measure it: kconv validate OUT --target TARGET --prompts PROMPTS")
@@ -359,16 +362,18 @@ def _verdict(one: Verdict) -> str:
 
 def _readings_table(rows: Any) -> Table:
     """Return the acceptance length of each reading of a head, and its distance from the best."""
+    from ..convert.facts import phrase
+
     first = rows[0]
     title = (
         f"readings of the head: acceptance length, K={first.steps}, {first.sequences} sequences of {first.text} text"
     )
-    table = Table("captured", "rope_theta", "residual normed", "length", "behind", "", title=title, box=None)
+    table = Table(*first.facts, "length", "behind", "", title=title, box=None)
     for row in sorted(rows, key=lambda row: row.behind_best)[:READINGS]:
         error = f" ± {row.behind_best_se:.3f}" if row.behind_best_se is not None else ""
         behind = f"{row.behind_best:.3f}{error}" if row.behind_best else "best"
         table.add_row(
-            row.captured, row.rope_theta, row.norm_before_residual, f"{row.length:.3f}", behind,
+            *(phrase(name, value) for name, value in row.facts.items()), f"{row.length:.3f}", behind,
             "current reading" if row.taken else "",
         )  # fmt: skip
     return table

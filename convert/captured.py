@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..checkpoint.manifest import Hints
 from ..engines.keys import CONVENTION, IDS, INPUTS, NESTED, OUTPUTS, TOP
 from ..errors import CapturedUndecided, ConfigInvalid, KconvError, Problem
 from ..head.contract import Problems
@@ -36,29 +37,6 @@ DOUBTS = {
     TRAINER: "the tensors have the trainer's own names, so these may be layer outputs",
     AS_TRAINED: "from TorchSpec, which counts outputs and adds 1 for vLLM only for kimi_k2 heads",
 }
-
-
-@dataclass(frozen=True)
-class Hints:
-    """The user's options where a config is silent or ambiguous.
-
-    Attributes:
-        captured: layer ids, in `captured_are`'s convention (outputs if that is None too).
-        captured_are: "outputs" or "inputs".
-        target_layers: number of decoder layers of the target.
-        max_positions: rows of the RoPE table, tokens.
-        norm_before_residual: whether the residual of layer 0 is `hidden_norm(h)`.
-        rope_theta: RoPE's base, if the config states none.
-        layers: number of the head's own decoder layers, if num_hidden_layers is the target's.
-    """
-
-    captured: tuple[int, ...] | None = None
-    captured_are: str | None = None
-    target_layers: int | None = None
-    max_positions: int | None = None
-    norm_before_residual: bool | None = None
-    rope_theta: float | None = None
-    layers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -278,7 +256,7 @@ def _against_marks(
     if hints.captured is None and hints.captured_are is None:
         return told
     try:
-        own = _decide(config, nested, replace(hints, captured=None, captured_are=None), names)
+        own = _decide(config, nested, hints.model_copy(update={"captured": None, "captured_are": None}), names)
     except KconvError:  # the files leave it open, so the user's option decides
         return told
     if own.ids == told.ids:

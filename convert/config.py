@@ -9,11 +9,13 @@ from typing import Any
 
 from ..checkpoint.formats import CONFIG_KEY
 from ..checkpoint.header import TensorInfo
+from ..checkpoint.manifest import Hints, Unverified
 from ..engines.keys import BALLAST, COMMON, ELSEWHERE, FIXED, GQA, MLA, NESTED, TOP, ConfigTable, Key
 from ..errors import ConfigInvalid, ConfigUnsupported, KconvError, Problem
 from ..head.contract import Problems, problem_of
 from ..head.spec import Gqa, HeadSpec, Mla, Norms, Rope, Tokens, Yarn
-from .captured import EAGLE, Captured, Hints, read_captured
+from .captured import EAGLE, Captured, read_captured
+from .facts import FACTS, TARGETS_DEPTH, stored_layers
 from .quantized import has_scales
 from .rope import find_rope, stated_places, states_theta
 
@@ -22,10 +24,6 @@ from .rope import find_rope, stated_places, states_theta
 QWEN3 = re.compile(r"Eagle3Qwen3ForCausalLM|Qwen3ForCausalLM(Eagle3)?|Qwen3Eagle3Model")
 INNER = BALLAST | {"architectures", "model_type", "torch_dtype", "dtype"}
 ABSENT = object()
-# A decoder layer in a tensor's name: its number, or none if the layout has only one layer.
-LAYER = re.compile(r"(?:^|\.)(?:mid)?layers?\.(?:(\d+)\.)?")
-# The rule about a number of layers that is the target's.
-TARGETS_DEPTH = "K023"
 # Far above any draft head; each layer's tensors are listed one by one, so a billion layers would never end.
 MAX_LAYERS = 1000
 # Keys of `FIXED` with a rule of their own; K013 covers the others.
@@ -40,23 +38,6 @@ DEEPEST_HEAD = 8
 # What to do about a value of `FIXED` that is more than a key without effect.
 OF_K3 = "This is a Kimi-K3 head, whose attention has no RoPE; kconv does not support these yet."
 FIXES = {"mla_use_nope": OF_K3}
-
-
-@dataclass(frozen=True)
-class Unverified:
-    """A fact about a head that rests on the user's word or on a default, without confirmation.
-
-    Attributes:
-        fact: the config key, or "captured".
-        value: the value used, as a phrase.
-        word: the options, or the default, that it rests on.
-        against: the contradicting statement in the head's own files; "" if there is none.
-    """
-
-    fact: str
-    value: str
-    word: str
-    against: str = ""
 
 
 @dataclass(frozen=True)
@@ -141,8 +122,8 @@ def find_config(
         table: how the layout's config differs from the common keys.
     """
     table = table or ConfigTable()
-    keys, left = _unify(config, table, hints, problems)
-    unverified = _words(keys, config, table, hints)
+    keys, left = _unify(config, table, problems)
+    unverified = _words(keys, table, hints)
     keys = _with_words(keys, table, hints, problems) | _own_depth(keys, tensors, hints, problems)
     config = dict(keys)
     # Copied unchanged, like the scales that it describes.
@@ -188,8 +169,8 @@ def find_config(
     unstated = () if states_theta(config) else ("rope_theta",)
     dropped = (*left, *(k for k in rest if k in meaningless))
     if captured and captured.word:
-        outputs = f"outputs of layers {list(captured.ids)}"
-        unverified = (Unverified("captured", outputs, captured.word, captured.against), *unverified)
+        told = Unverified(fact="captured", value=captured.ids, word=captured.word, against=captured.against)
+        unverified = (told, *unverified)
     about = (carried, dropped, unstated, unverified)
     return ConfigReading(keys, ReadConfig(spec, captured or Captured(ids, "not known"), *about), captured)
 
@@ -216,9 +197,7 @@ def carry(config: dict[str, Any], carried: Mapping[str, Any]) -> dict[str, Any]:
     return config | outer | ({EAGLE: config.get(EAGLE, {}) | inner} if inner else {})
 
 
-def _unify(
-    config: Mapping[str, Any], table: ConfigTable, hints: Hints, problems: Problems
-) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _unify(config: Mapping[str, Any], table: ConfigTable, problems: Problems) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Convert a layout's config to the common keys; return it, and the keys left out."""
     flat = _flatten(config, table.nested, problems) if table.nested else dict(config)
     flat |= table.adapt(flat) if table.adapt else {}
@@ -233,6 +212,22 @@ def _unify(
             )
     left = tuple(key for key in flat if key in table.ballast or key in table.otherwise)
     flat = {key: value for key, value in flat.items() if key not in left}
+    return flat, left
+
+
+def _with_words(config: Mapping[str, Any], table: ConfigTable, hints: Hints, problems: Problems) -> dict[str, Any]:
+    """Return a config with what the user says, or the layout's trainer uses, where it states nothing."""
+    stated = stated_places(config).get("rope_theta", {})
+    if hints.rope_theta is not None and any(value != hints.rope_theta for value in stated.values()):
+        _add(
+            problems,
+            ConfigInvalid,
+            f"rope_theta is {next(iter(stated.values()))!r} in the config, but --rope-theta is {hints.rope_theta!r}",
+            "config.json: rope_theta",
+            "Remove --rope-theta, or correct the config.",
+        )
+    theta = hints.rope_theta if hints.rope_theta is not None else table.trained.get("rope_theta")
+    flat = dict(config) | ({} if stated or theta is None else {"rope_theta": theta})
     key, told = "norm_before_residual", hints.norm_before_residual
     if told is not None:
         stated = flat.get(key)
@@ -264,45 +259,27 @@ def _unify(
                 "K015",
                 "--norm-before-residual",
             )
-    return flat, left
+    return flat
 
 
-def _with_words(config: Mapping[str, Any], table: ConfigTable, hints: Hints, problems: Problems) -> dict[str, Any]:
-    """Return a config with RoPE's base from the user, or from the layout's trainer, if it states none."""
-    stated = stated_places(config).get("rope_theta", {})
-    if hints.rope_theta is not None and any(value != hints.rope_theta for value in stated.values()):
-        _add(
-            problems,
-            ConfigInvalid,
-            f"rope_theta is {next(iter(stated.values()))!r} in the config, but --rope-theta is {hints.rope_theta:g}",
-            "config.json: rope_theta",
-            "Remove --rope-theta, or correct the config.",
-        )
-    theta = hints.rope_theta if hints.rope_theta is not None else table.trained_theta
-    return dict(config) | ({} if stated or theta is None else {"rope_theta": theta})
-
-
-def _words(
-    keys: Mapping[str, Any], config: Mapping[str, Any], table: ConfigTable, hints: Hints
-) -> tuple[Unverified, ...]:
-    """Return the facts in a config, other than the captured layers, that rest on the user's word or on a default.
+def _words(keys: Mapping[str, Any], table: ConfigTable, hints: Hints) -> tuple[Unverified, ...]:
+    """Return the facts, other than the captured layers, that rest on the user's word or on a default.
 
     Args:
         keys: the config in the common keys.
-        config: the original config.
         table: how the layout's config differs.
         hints: the user's options.
     """
     found = []
-    if not states_theta(keys) and (hints.rope_theta or table.trained_theta) is not None:
-        if hints.rope_theta is None:
-            found.append(Unverified("rope_theta", f"{table.trained_theta:g}", "the trainer's default"))
-        else:
-            trained = table.trained_theta
-            against = f"the trainer's default is {trained:g}" if trained not in (None, hints.rope_theta) else ""
-            found.append(Unverified("rope_theta", f"{hints.rope_theta:g}", "--rope-theta", against))
-    if (told := hints.norm_before_residual) is not None and config.get("norm_before_residual") is None:
-        found.append(Unverified("norm_before_residual", str(told).lower(), "--norm-before-residual"))
+    for fact in FACTS.values():
+        if fact.stated is None or fact.stated(keys):
+            continue
+        told, trained = getattr(hints, fact.hint), table.trained.get(fact.name)
+        if told is not None:
+            against = f"the trainer's default is {trained!r}" if trained not in (None, told) else ""
+            found.append(Unverified(fact=fact.name, value=told, word=fact.option, against=against))
+        elif trained is not None:
+            found.append(Unverified(fact=fact.name, value=trained, word="the trainer's default"))
     return tuple(found)
 
 
@@ -334,12 +311,6 @@ def _own_depth(config: Mapping[str, Any], tensors: Iterable[str], hints: Hints, 
         )
         return {key: held}
     return {}
-
-
-def stored_layers(names: Iterable[str]) -> int:
-    """Return how many decoder layers a checkpoint stores, from its tensors' names; 0 if unknown."""
-    found = {int(number or 0) for name in names for number in LAYER.findall(name)[:1]}
-    return len(found)
 
 
 def _flatten(config: Mapping[str, Any], nested: str, problems: Problems) -> dict[str, Any]:

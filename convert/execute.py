@@ -16,11 +16,10 @@ from ..checkpoint.manifest import (
     ConversionRecord,
     DroppedRecord,
     FileRecord,
-    HintsRecord,
     Manifest,
     StepRecord,
     TensorRecord,
-    UnverifiedRecord,
+    Unverified,
     read_manifest,
     write_manifest,
 )
@@ -166,9 +165,9 @@ def _is_exact(plan: Plan) -> bool:
     )
 
 
-def _unverified(head: Head) -> tuple[UnverifiedRecord, ...]:
+def _unverified(head: Head) -> tuple[Unverified, ...]:
     """Return the facts about a head that rest on the user's word or on a default, now or at its source's conversion."""
-    found = {one.fact: UnverifiedRecord(**asdict(one)) for one in head.read.unverified}
+    found = {one.fact: one for one in head.read.unverified}
     folder = head.checkpoint.folder
     earlier = read_manifest(folder).unverified if (folder / MANIFEST).is_file() else ()
     every = (*found.values(), *(one for one in earlier if one.fact not in found))
@@ -204,7 +203,7 @@ def _manifest(
         source_pickles=tuple(file.name for file in head.checkpoint.files if fnmatch.fnmatch(file.name, PICKLE)),
         source_layout=head.layout.name,
         layout=plan.layout.name,
-        hints=HintsRecord(**asdict(head.hints)),
+        hints=head.hints,
         spec=asdict(plan.spec) | {"kind": plan.spec.kind},
         captured_by=head.read.captured.how,
         unverified=_unverified(head),

@@ -1,24 +1,20 @@
-"""What a checkpoint is if not an Eagle3 head, what a head's files leave open, and which target they name."""
+"""What a checkpoint is if not an Eagle3 head, and which target a head's files name."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.header import TensorInfo
 from ..checkpoint.schema import parse_yaml, read_text
 from ..checkpoint.source import Source
 from ..errors import KconvError, NotACheckpoint, Problem, UnknownLayout
-from .captured import TARGET, UNDECIDED, Hints, default_formula, readings
-from .config import TARGETS_DEPTH, stored_layers
-from .rope import DEFAULT_THETA
+from .captured import TARGET
+from .facts import Config, Names, stored_layers
 
-Config = Mapping[str, Any]
-Names = Mapping[str, TensorInfo]
 # A head's README takes some kilobytes, its front matter some lines.
 README_BYTES = 1_000_000
 FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*$", re.DOTALL | re.MULTILINE)
@@ -159,58 +155,6 @@ def not_a_head(kind: Kind, config: Config) -> Problem:
     what = f"this is {kind.what}{': ' if stated else ''}{', '.join(stated)}"
     error = UnknownLayout(what, where="config.json", fix=kind.fix)
     return error.problem("K004")
-
-
-@dataclass(frozen=True)
-class Undecided:
-    """A fact that a head's files leave open.
-
-    Attributes:
-        fact: the config key, or "captured".
-        what: one sentence that says what the files hold.
-        candidates: the possible values, as phrases; empty if anything is possible.
-        decide: what would decide it, as an imperative sentence.
-    """
-
-    fact: str
-    what: str
-    candidates: tuple[str, ...]
-    decide: str
-
-
-# Which fact each problem leaves open, by the rule that reports the problem.
-OPEN_FACTS = {
-    UNDECIDED: "captured", "K162": "rope_theta", "K015": "norm_before_residual", TARGETS_DEPTH: "num_hidden_layers",
-}  # fmt: skip
-
-
-def find_undecided(problems: Sequence[Problem], config: Config, hints: Hints, names: Names) -> tuple[Undecided, ...]:
-    """Return the facts that a head's files leave open, each once.
-
-    Args:
-        problems: the problems found while reading.
-        config: in the keys of `engines.keys`.
-        hints: the user's options.
-        names: the names of its tensors.
-    """
-    found = {OPEN_FACTS[problem.code]: problem for problem in reversed(problems) if problem.code in OPEN_FACTS}
-    return tuple(
-        Undecided(fact, problem.what, tuple(CANDIDATES[fact](config, hints, names)), problem.fix)
-        for fact, problem in reversed(found.items())
-    )
-
-
-def _captured(config: Config, hints: Hints, names: Names) -> list[str]:
-    found = [f"outputs of layers {list(one.ids)}: {one.how}" for one in readings(config, hints, names)]
-    return found or [default_formula()]
-
-
-CANDIDATES: Mapping[str, Callable[[Config, Hints, Names], list[str]]] = {
-    "captured": _captured,
-    "rope_theta": lambda config, hints, names: [f"{DEFAULT_THETA:g}: the default of trainers and of LlamaConfig"],
-    "norm_before_residual": lambda config, hints, names: ["false: the speculators library", "true: vLLM"],
-    "num_hidden_layers": lambda config, hints, names: [f"{stored_layers(names)}: the number stored"],
-}
 
 
 def named_targets(source: Source, config: Config) -> tuple[str, ...]:

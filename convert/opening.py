@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ..checkpoint.folder import Checkpoint
+from ..checkpoint.manifest import Hints
 from ..checkpoint.source import Source
 from ..engines.layout import Layout
 from ..errors import KconvError, Problem, TargetInvalid
 from ..head.spec import HeadSpec
 from ..targets.config import TargetConfig, read_target_config
-from .captured import Hints
 from .provenance import Origin, how_source_was_read
 from .read import Head, claim_tensors, read_head
 
@@ -63,7 +61,7 @@ def _config(target: Source | None) -> TargetConfig | None:
 
 def _read(checkpoint: Checkpoint, layout: Layout | None, hints: Hints, target: TargetConfig | None) -> Head:
     read = claim_tensors if checkpoint.headers_only else read_head
-    hints = replace(hints, target_layers=target.layers) if target else hints
+    hints = hints.model_copy(update={"target_layers": target.layers}) if target else hints
     try:
         return read(checkpoint, layout=layout, hints=hints)
     except KconvError as error:

@@ -10,13 +10,12 @@ from typing import Any
 
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import Checkpoint
-from ..checkpoint.manifest import MANIFEST, ConversionRecord, Manifest, Parameters, TensorRecord, read_manifest
+from ..checkpoint.manifest import MANIFEST, ConversionRecord, Hints, Manifest, Parameters, TensorRecord, read_manifest
 from ..checkpoint.source import Source
 from ..engines import by_name
 from ..engines.layout import Layout
 from ..errors import KconvError, ManifestMismatch
 from ..head.slots import needs
-from .captured import Hints
 from .plan import Plan, Step
 from .read import Head, read_slot
 from .shared import SLOTS, count_copies
@@ -112,7 +111,7 @@ def how_source_was_read(output: Source, source: Checkpoint) -> tuple[Layout | No
         return None, Hints()
     if file_digest(source.folder / "config.json") != manifest.source_config:
         return None, Hints()
-    return by_name(manifest.source_layout), Hints(**manifest.hints.model_dump())
+    return by_name(manifest.source_layout), manifest.hints
 
 
 def count_parameters(plan: Plan) -> Parameters:

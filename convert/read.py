@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.formats import CONFIG_KEY, HEAD_SCALES, SIDE_FILE
 from ..checkpoint.header import TensorInfo
+from ..checkpoint.manifest import Hints
 from ..engines import detect
 from ..engines.layout import Layout, Stored, ignorable, readable, unclaimed
 from ..errors import (
@@ -27,9 +28,10 @@ from ..errors import (
 from ..head.contract import FLOATS, Problems, check_d2t, compare, problem_of, summarize
 from ..head.slots import INTEGER, needs
 from ..head.spec import HeadSpec
-from .captured import Captured, Hints
+from .captured import Captured
 from .config import ReadConfig, find_config
-from .identify import Kind, Undecided, find_undecided, identify, not_a_head
+from .facts import Undecided, find_undecided
+from .identify import Kind, identify, not_a_head
 from .quantized import add_scales, find_scales, has_scales
 
 if TYPE_CHECKING:

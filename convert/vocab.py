@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.header import TensorInfo
+from ..checkpoint.manifest import Hints
 from ..checkpoint.tensors import read_tensor, row_blocks
 from ..engines import detect
 from ..engines.layout import Layout, stored, unclaimed
@@ -39,7 +40,7 @@ from ..head.vocab import (
     read_ids,
     target_ids,
 )
-from .captured import Hints, without_lists
+from .captured import without_lists
 from .computed import Computed, chosen_rows, from_values, spread_rows
 from .config import LEAST_POSITIONS, read_config
 from .plan import Change, Plan, Replaced, SourceTensor, plan_in_place

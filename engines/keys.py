@@ -49,8 +49,7 @@ class ConfigTable:
             read, and not copied.
         must_state: keys whose absence could be read in two ways, with the sentence that says so.
         adapt: returns replacements for keys whose values differ from what the head was trained with.
-        trained_theta: the RoPE base that the layout's trainer uses if the config states none; None if a config without
-            it does not tell what the head was trained with.
+        trained: what the layout's trainer uses for facts (`convert.facts`) that the config does not state.
     """
 
     nested: str = ""
@@ -58,7 +57,7 @@ class ConfigTable:
     otherwise: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     must_state: Mapping[str, str] = field(default_factory=dict)
     adapt: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
-    trained_theta: float | None = None
+    trained: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _off(_: Values) -> bool:

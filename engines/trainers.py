@@ -33,7 +33,7 @@ SAFEAILAB = Layout(
     told_by=lambda config, names: (
         has_midlayer(names) and _has_vocabulary(names) and config.get("architectures") == ["LlamaForCausalLM"]
     ),
-    config=ConfigTable(trained_theta=10000.0),
+    config=ConfigTable(trained={"rope_theta": 10000.0}),
 )
 
 # Here `norm_output` says whether the final norm comes before lm_head, and defaults to true; it does not change what the

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -143,6 +142,7 @@ class Convert(Reading):
         Raises:
             ReadingBeaten: the head accepts less with its reading than with another one.
         """
+        from ..convert.facts import FACTS
         from .validate import Validate
 
         names = (*Reading.model_fields, "prompts", "states", "trust_remote_code")
@@ -154,18 +154,12 @@ class Convert(Reading):
                 raise ReadingBeaten(finding.message, where=self.head, fix=finding.fix)
             if finding.rule in ("K313", "K314"):
                 context.log(f"{finding.where}: {finding.message}")
-        told = {one.where.removeprefix("config.json: ") for one in report.findings if one.rule == "K313"}
-        update: dict[str, Any] = {}
-        if told:
-            best = max(report.figures.readings, key=lambda row: row.length)
-            ids = tuple(map(int, re.findall(r"\d+", best.captured)))
-            found = {
-                "captured": {"captured": ids, "captured_are": "outputs"},
-                "rope_theta": {"rope_theta": float(best.rope_theta)},
-                "norm_before_residual": {"norm_before_residual": best.norm_before_residual == "true"},
-            }
-            update = {key: value for fact in told for key, value in found[fact].items()}
-        return self.model_copy(update=update), frozenset(told)
+        decided = report.figures.decided
+        if decided is None:
+            return self, frozenset()
+        right = report.figures.readings[decided.winner].facts
+        hints = {key: value for name in decided.confirmed for key, value in FACTS[name].hints(right[name]).items()}
+        return self.model_copy(update=hints), frozenset(decided.confirmed)
 
     def _convert(self, context: Context) -> Converted:
         if not (self.states or self.prompts):

@@ -55,7 +55,7 @@ class Inspected:
             "spec": asdict(spec) | {"kind": spec.kind} | known if spec else None,
             "captured_by": reading.captured.how if reading.captured else None,
             "undecided": [asdict(one) for one in reading.undecided],
-            "unverified": [asdict(one) for one in reading.read.unverified] if reading.read else [],
+            "unverified": [one.model_dump() for one in reading.read.unverified] if reading.read else [],
             "problems": [
                 {"code": p.code, "severity": p.severity, "where": p.where, "what": p.what, "fix": p.fix}
                 for p in reading.problems

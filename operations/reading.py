@@ -16,8 +16,8 @@ from .base import Context, LayerIds, Name, Operation, option
 
 if TYPE_CHECKING:
     from ..checkpoint.folder import Checkpoint
+    from ..checkpoint.manifest import Hints
     from ..checkpoint.source import Source
-    from ..convert.captured import Hints
     from ..convert.read import Head
     from ..engines.layout import Layout
     from ..engines.vllm_states import ServedRunner
@@ -95,17 +95,10 @@ class Reading(Operation):
 
     def hints(self, config: TargetConfig | None = None) -> Hints:
         """Return the user's options where a config is silent, for a target if there is one."""
-        from ..convert.captured import Hints
+        from ..checkpoint.manifest import Hints
 
-        return Hints(
-            self.captured,
-            self.captured_are,
-            config.layers if config else self.target_layers,
-            self.max_positions,
-            self.norm_before_residual,
-            self.rope_theta,
-            self.layers,
-        )
+        told = Hints(**{name: getattr(self, name) for name in Hints.model_fields})
+        return told.model_copy(update={"target_layers": config.layers}) if config else told
 
     def target_config(self, context: Context) -> TargetConfig | None:
         """Return the config of the target that the request names; None if it names none."""

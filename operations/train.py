@@ -269,7 +269,7 @@ class Train(Operation):
         return tuple(tuple(sorted(names)) for names in read)
 
     def _continued(self, context: Context) -> HeadSpec:
-        from ..convert.captured import Hints
+        from ..checkpoint.manifest import Hints
         from ..convert.opening import open_head
 
         head = context.source(self.init_from or "").open_headers()
@@ -302,7 +302,7 @@ class Train(Operation):
         return len(text.ids), text.ids.numel()
 
     def _job(self, context: Context, pace: Pace, reach: Reach | None) -> TrainJob:
-        from ..convert.captured import Hints
+        from ..checkpoint.manifest import Hints
         from ..convert.opening import open_head
         from ..train.job import Data, prepare_job
         from ..train.recipe import check_keys, read_recipe_file

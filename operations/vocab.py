@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
@@ -136,7 +136,7 @@ class Vocab(Reading):
         from ..convert.vocab import CountedText, expand, prune, rebuild_t2d, write_offsets
 
         known, head, layout = self._known(context), context.source(self.head).open_weights(), self.layout()
-        hints = replace(self.hints(), target_layers=known.layers) if known else self.hints()
+        hints = self.hints().model_copy(update={"target_layers": known.layers}) if known else self.hints()
         if self.rebuild_t2d:
             return rebuild_t2d(head, layout, hints)
         if self.absolute:

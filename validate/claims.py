@@ -17,7 +17,6 @@ from typing import Any
 from ..checkpoint.folder import Checkpoint, read_json
 from ..checkpoint.manifest import MANIFEST, Manifest, mismatch
 from ..checkpoint.schema import parse_json
-from ..convert.captured import Hints
 from ..convert.read import Head, read
 from ..engines import by_name
 from ..errors import ManifestMismatch
@@ -60,7 +59,7 @@ def check_claims(checkpoint: Checkpoint, manifest: Manifest, source: Checkpoint 
         raise _says(f"{manifest.parameters:,} parameters", f"the head has {counted:,}")
     if source is None:
         return
-    read_by = read(source, layout=by_name(manifest.source_layout), hints=Hints(**manifest.hints.model_dump()))
+    read_by = read(source, layout=by_name(manifest.source_layout), hints=manifest.hints)
     # The converted head was readable then, by the hints that the user gave.
     how = read_by.captured.how if read_by.captured is not None else "not decided by the hints in the manifest"
     if how != manifest.captured_by:

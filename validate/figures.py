@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ..checkpoint.manifest import FactValue
+
 TextKind = Literal["held-out", "sampled", "greedy"]
 # For every part of a report: no other keys, and values cannot change.
 STRICT = ConfigDict(extra="forbid", frozen=True)
@@ -130,7 +132,7 @@ class ReadingFigures(_Record):
     """Acceptance of a head under one reading, compared with the best; see `validate.readings`.
 
     Attributes:
-        captured, rope_theta, norm_before_residual: the reading, as phrases.
+        facts: the reading: the value of each measurable fact, by its name in `convert.facts`.
         taken: whether this is the reading in use.
         text: the kind of the text.
         steps: drafted tokens per verify step (K).
@@ -140,9 +142,7 @@ class ReadingFigures(_Record):
         behind_best_se: its paired standard error, over sequences; None for a single sequence.
     """
 
-    captured: str
-    rope_theta: str
-    norm_before_residual: str
+    facts: dict[str, FactValue]
     taken: bool
     text: TextKind
     steps: int
@@ -150,6 +150,23 @@ class ReadingFigures(_Record):
     length: float
     behind_best: float
     behind_best_se: float | None
+
+
+class ReadingsDecided(_Record):
+    """What the measured readings of a head decide.
+
+    Attributes:
+        winner: which of `Figures.readings` is right: the best one, or the one that ties with it and changes fewer facts
+            of the reading in use, if that is beaten.
+        beaten: the facts whose value in the reading in use the winner's beats.
+        confirmed: the open facts for which the winner's value beats every other.
+        undecided: the open facts that the measurement cannot decide.
+    """
+
+    winner: int
+    beaten: tuple[str, ...] = ()
+    confirmed: tuple[str, ...] = ()
+    undecided: tuple[str, ...] = ()
 
 
 class EngineFigures(_Record):
@@ -240,6 +257,7 @@ class Figures(_Record):
         acceptance_by_category, parity_by_category: the same by the prompts' category, if there are several.
         parts: one entry per part of a head and text.
         readings: one entry per measured reading of the head, the one in use first.
+        decided: what the readings decide; None if none was measured.
         engine: an engine's results; None if no engine was queried.
         noise: of a quantized target against its source; None for anything else.
         perplexity: of both on held-out text; None without held-out text.
@@ -253,6 +271,7 @@ class Figures(_Record):
     parity_by_category: tuple[ParityFigures, ...] = ()
     parts: tuple[PartFigures, ...] = ()
     readings: tuple[ReadingFigures, ...] = ()
+    decided: ReadingsDecided | None = None
     engine: EngineFigures | None = None
     noise: NoiseFigures | None = None
     perplexity: PerplexityFigures | None = None

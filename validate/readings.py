@@ -14,20 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, permutations, product
+from itertools import combinations, permutations
 from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..convert.captured import readings
+from ..checkpoint.manifest import FactValue
+from ..convert.facts import BASES, FACTS, measurable, phrase
 from ..convert.read import Head
 from ..head.chain import Acceptance, pool
 from ..head.forward import DraftHead
 from ..head.spec import Gqa, HeadSpec, Mla, Rope
 from ..targets.config import TargetConfig
 from ..targets.forward import States
-from .figures import ReadingFigures, TextKind
+from .figures import ReadingFigures, ReadingsDecided, TextKind
 from .measure import accept, head_drafter, influences, standard_errors
 from .report import Finding
 from .rules.comparisons import RULES
@@ -42,11 +43,8 @@ TOLD = 3.0
 FEWEST, MANY = 4, 8
 # A head with less acceptance in its best reading hardly drafts, and the differences of its readings are chance.
 DRAFTS = 1.2
-# RoPE bases of trainers and targets of Llama, Qwen, Kimi and DeepSeek.
-BASES = (10000.0, 50000.0, 500000.0, 1000000.0)
 # Texts by how well they separate two readings: the longest first, and greedy text, which loops, last.
 KINDS = ("held-out", "sampled", "greedy")
-FACTS = ("captured", "rope_theta", "norm_before_residual")
 # Sequences of each text for undoing all mistakes, how many of the best then run on more, and on how many.
 SCREENED, BEST, PROBED = 1, 6, 12
 # Fewer show too little of their spread.
@@ -64,26 +62,14 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True)
 class Reading:
-    """A head's weights with one spec; `facts` has a phrase for each of `FACTS`."""
+    """A head's weights with one spec."""
 
     spec: HeadSpec
 
     @property
-    def facts(self) -> dict[str, str]:
-        """The reading's statements, by fact."""
-        return {
-            "captured": f"outputs of layers {list(self.spec.captured)}",
-            "rope_theta": f"{self.spec.rope.theta:g}",
-            "norm_before_residual": str(self.spec.norms.before_residual).lower(),
-        }
-
-    def options(self, fact: str) -> str:
-        """Return the kconv option that states this reading's value of a fact."""
-        return {
-            "captured": f"--captured {','.join(map(str, self.spec.captured))}",
-            "rope_theta": f"--rope-theta {self.spec.rope.theta:g}",
-            "norm_before_residual": f"--norm-before-residual {'yes' if self.spec.norms.before_residual else 'no'}",
-        }[fact]
+    def facts(self) -> dict[str, FactValue]:
+        """The value of each measurable fact, by its name."""
+        return {fact.name: fact.read(self.spec) for fact in measurable()}
 
 
 def find_readings(
@@ -97,33 +83,19 @@ def find_readings(
     Args:
         head: as read.
         config: its target's.
-        still_open: those of `FACTS` that its files leave open, or that rest on the user's word.
+        still_open: the facts that its files leave open, or that rest on the user's word.
         stored: the layers whose outputs are available; None for all of the target's.
     """
-    spec = head.spec
-    shifted = [tuple(i + by for i in spec.captured) for by in (0, -1, 1)]
-    listed = readings(head.checkpoint.config, head.hints, head.checkpoint.tensors)
-    ids = dict.fromkeys([*shifted, *(one.ids for one in listed if len(one.ids) == len(spec.captured))])
-    layers = range(config.layers) if stored is None else stored
-    captured = [one for one in ids if all(i in layers for i in one)]
-    bases = [spec.rope.theta]
-    if "rope_theta" in still_open:
-        own = config.rope.get("rope_theta")
-        targets = [float(own)] if isinstance(own, (int, float)) and not isinstance(own, bool) and own > 0 else []
-        bases = list(dict.fromkeys([*bases, *targets, *BASES]))
-    normed = [spec.norms.before_residual]
-    normed += [not normed[0]] if "norm_before_residual" in still_open else []
-    return tuple(
-        Reading(
-            replace(
-                spec,
-                captured=one,
-                rope=replace(spec.rope, theta=base),
-                norms=replace(spec.norms, before_residual=before),
-            )
-        )
-        for one, base, before in product(captured, bases, normed)
-    )
+    specs = [head.spec]
+    for fact in measurable():
+        if fact.put is None or fact.name not in {"captured", *still_open}:
+            continue
+        candidates = fact.candidates(head.checkpoint.config, head.hints, head.checkpoint.tensors)
+        known = (one.value for one in candidates if one.value is not None)
+        values = dict.fromkeys([fact.read(head.spec), *fact.rivals(head.spec, config), *known])
+        specs = [fact.put(spec, value) for spec in specs for value in values]
+    layers, count = set(range(config.layers) if stored is None else stored), len(head.spec.captured)
+    return tuple(Reading(spec) for spec in specs if layers.issuperset(spec.captured) and len(spec.captured) == count)
 
 
 def choose_text(texts: Sequence[Text]) -> Text:
@@ -181,7 +153,7 @@ class ReadingsMeasured:
             total = pool(self.parts[place])
             rows.append(
                 ReadingFigures(
-                    **reading.facts,
+                    facts=reading.facts,
                     taken=place == 0,
                     text=self.text,
                     steps=total.steps,
@@ -234,72 +206,86 @@ def measure_readings(
     return ReadingsMeasured(found, text.kind, tuple(tuple(parts.get(place, ())) for place, _ in heads))
 
 
-def _nearest_right(measured: ReadingsMeasured) -> int:
-    """Return the reading that changes the fewest facts of the first, among those that beat it and tie with the best.
+def decide_readings(measured: ReadingsMeasured, still_open: Collection[str], *, taken: bool = True) -> ReadingsDecided:
+    """Return what the measurements decide.
 
-    A fact that does not affect the acceptance length, such as theta over short texts, then stays unchanged.
+    Args:
+        measured: the measurements.
+        still_open: the facts that the head's files leave open, or that rest on the user's word.
+        taken: whether the head is in use with the first reading; false for a head that cannot be read without options.
     """
-    first = measured.readings[0].facts
-    right = [
-        at
-        for at in range(len(measured.readings))
-        if at == measured.best or (measured.beats(at, 0) and not measured.beats(measured.best, at))
-    ]
-    changed = {at: sum(measured.readings[at].facts[fact] != first[fact] for fact in FACTS) for at in right}
-    return min(right, key=lambda at: (changed[at], -measured.lengths[at]))
+    best, lengths, facts = measured.best, measured.lengths, [one.facts for one in measured.readings]
+    changed = [{name for name, value in one.items() if value != facts[0][name]} for one in facts]
+    beaten: set[str] = set()
+    if taken and measured.beats(best, 0):
+        # A fact that does not affect the acceptance length, such as theta over short texts, stays unchanged.
+        right = [at for at in range(len(facts)) if measured.beats(at, 0) and not measured.beats(best, at)]
+        best = min(right, key=lambda at: (len(changed[at]), -lengths[at]))
+        # A trifle does not call the files' statements into doubt: a barely trained head may gain it from any change.
+        if changed[best] & set(still_open) or measured.behind(0, best)[0] > GAIN * lengths[0]:
+            beaten = changed[best]
+    confirmed, undecided = [], []
+    for name in facts[best]:
+        if name in still_open and name not in beaten:
+            others = _others(measured, best, name)
+            certain = others and all(measured.beats(best, other) for other in others)
+            (confirmed if certain else undecided).append(name)
+    named = tuple(name for name in facts[best] if name in beaten)
+    return ReadingsDecided(winner=best, beaten=named, confirmed=tuple(confirmed), undecided=tuple(undecided))
 
 
-def judge_readings(measured: ReadingsMeasured, still_open: Collection[str], *, taken: bool = True) -> Iterator[Finding]:
+def _others(measured: ReadingsMeasured, best: int, fact: str) -> list[int]:
+    """Return the readings with another value of a fact."""
+    own = measured.readings[best].facts[fact]
+    return [at for at, one in enumerate(measured.readings) if one.facts[fact] != own]
+
+
+def judge_readings(measured: ReadingsMeasured, decided: ReadingsDecided) -> Iterator[Finding]:
     """Yield the findings: a reading that another one beats, and for each open fact whether the measurement decides it.
 
     Args:
         measured: the measurements.
-        still_open: those of `FACTS` that the head's files leave open, or that rest on the user's word.
-        taken: whether the head is in use with the first reading; false for a head that cannot be read without options.
+        decided: what they decide.
     """
-    best, lengths = measured.best, measured.lengths
+    best, lengths, facts = decided.winner, measured.lengths, [one.facts for one in measured.readings]
+    right = facts[best]
     on = f"{measured.sequences} sequence{'s' * (measured.sequences != 1)} of {measured.text} text"
-    beaten = taken and measured.beats(best, 0)
-    if beaten:
-        best = _nearest_right(measured)
-    first, winner = measured.readings[0], measured.readings[best]
-    apart = [fact for fact in FACTS if beaten and first.facts[fact] != winner.facts[fact]]
-    # A trifle does not call the files' statements into doubt: a barely trained head may gain it from any change.
-    if apart and (set(apart) & set(still_open) or measured.behind(0, best)[0] > GAIN * lengths[0]):
+    if decided.beaten:
         gap, error = measured.behind(0, best)
-        read, instead = (", ".join(f"{fact}: {one.facts[fact]}" for fact in apart) for one in (first, winner))
+        read, instead = (
+            ", ".join(f"{name}: {phrase(name, one[name])}" for name in decided.beaten) for one in (facts[0], right)
+        )
+        options = " ".join(FACTS[name].options(right[name]) for name in decided.beaten)
         yield RULE["K312"].finding(
             Found(
                 "config.json",
                 f"read as {read}, the acceptance length is {lengths[0]:.3f}; read as {instead}, it is"
                 f" {lengths[best]:.3f} (+{gap:.3f} ± {error:.3f}, {on})",
-                f"Convert the source again with {' '.join(winner.options(fact) for fact in apart)}.",
+                f"Convert the source again with {options}.",
             )
         )
-    for fact in (fact for fact in FACTS if fact in still_open and fact not in apart):
-        others = [i for i, one in enumerate(measured.readings) if one.facts[fact] != winner.facts[fact]]
-        if others and all(measured.beats(best, other) for other in others):
-            nearest = max(others, key=lengths.__getitem__)
-            gap, error = measured.behind(nearest, best)
-            yield RULE["K313"].finding(
-                Found(
-                    f"config.json: {fact}",
-                    f"measured: {winner.facts[fact]}, acceptance length {lengths[best]:.3f}; the next best reading,"
-                    f" {measured.readings[nearest].facts[fact]}, has {lengths[nearest]:.3f} (-{gap:.3f} ± {error:.3f},"
-                    f" on {on})",
-                    f"Pass {winner.options(fact)}.",
-                )
+    for name in decided.confirmed:
+        nearest = max(_others(measured, best, name), key=lengths.__getitem__)
+        gap, error = measured.behind(nearest, best)
+        yield RULE["K313"].finding(
+            Found(
+                f"config.json: {name}",
+                f"measured: {phrase(name, right[name])}, acceptance length {lengths[best]:.3f}; the next best reading,"
+                f" {phrase(name, facts[nearest][name])}, has {lengths[nearest]:.3f} (-{gap:.3f} ± {error:.3f}, on"
+                f" {on})",
+                f"Pass {FACTS[name].options(right[name])}.",
             )
-        else:
-            rivals = {measured.readings[i].facts[fact] for i in others if not measured.beats(best, i)}
-            shown = " or ".join([winner.facts[fact], *sorted(rivals)])
-            yield RULE["K314"].finding(
-                Found(
-                    f"config.json: {fact}",
-                    f"the measurement cannot decide it: {shown}; the differences are within the noise of {on}",
-                    "Use more prompts, or longer ones (--new-tokens), and states of the adjacent layers.",
-                )
+        )
+    for name in decided.undecided:
+        rivals = [facts[at][name] for at in _others(measured, best, name) if not measured.beats(best, at)]
+        shown = " or ".join(phrase(name, value) for value in dict.fromkeys([right[name], *sorted(rivals)]))
+        yield RULE["K314"].finding(
+            Found(
+                f"config.json: {name}",
+                f"the measurement cannot decide it: {shown}; the differences are within the noise of {on}",
+                "Use more prompts, or longer ones (--new-tokens), and states of the adjacent layers.",
             )
+        )
 
 
 Kind = Literal["structure", "scale", "target's"]
@@ -364,7 +350,7 @@ class TargetsOwn:
             expected = self.mla and isinstance(spec.attention, Mla)
             yield Mistake(TARGETS_ROPE, "target's", head.altered(replace(spec, rope=self.rope)), expected)
         if self.eps is not None and self.eps != spec.eps:
-            yield Mistake(f"the target's epsilon, {self.eps:g}", "target's", head.altered(replace(spec, eps=self.eps)))
+            yield Mistake(f"the target's epsilon, {self.eps!r}", "target's", head.altered(replace(spec, eps=self.eps)))
 
 
 def find_layers(captured: Sequence[int], layers: Collection[int]) -> frozenset[int]:
@@ -610,6 +596,6 @@ def _specs(spec: HeadSpec, layers: frozenset[int]) -> Iterator[tuple[str, HeadSp
     yield f"a state fed back {'after' if fed.output else 'before'} the final norm", replace(spec, norms=fed)
     for theta in BASES:
         if theta != spec.rope.theta:
-            yield f"a RoPE theta of {theta:g}", replace(spec, rope=replace(spec.rope, theta=theta))
+            yield f"a RoPE theta of {theta!r}", replace(spec, rope=replace(spec.rope, theta=theta))
     if spec.rope.scaling is not None:
         yield "no RoPE scaling", replace(spec, rope=replace(spec.rope, scaling=None))

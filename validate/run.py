@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 
 from ..checkpoint.bytes import Look, Wanted, file_digest
 from ..checkpoint.folder import Checkpoint
-from ..checkpoint.manifest import DRAFTS, MANIFEST, READ_BY_ENGINES, UnverifiedRecord, read_manifest
+from ..checkpoint.manifest import DRAFTS, MANIFEST, READ_BY_ENGINES, Hints, Unverified, read_manifest
 from ..checkpoint.source import Folder, Source
-from ..convert.captured import UNDECIDED, Hints, readings
-from ..convert.config import Unverified
+from ..convert.facts import measurable, phrase
 from ..convert.identify import name_target
 from ..convert.provenance import Origin
 from ..convert.read import Head, read
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
     from .perplexity import HeldOutText
 
 
-# Rules about facts that a head's files leave open and a measurement can decide.
-ASSUMED = (UNDECIDED, "K015")
 # Names that only a target has: its own layers, under the prefixes of Kimi-K2 and Kimi-K2.5.
 TARGET_LAYERS = ("model.layers.", "language_model.model.layers.")
 
@@ -265,10 +262,11 @@ def _check_head(
         provenance |= found.provenance
     all_figures = figures(identical, measured)
     if told is not None:
-        from .readings import judge_readings
+        from .readings import decide_readings, judge_readings
 
-        findings += judge_readings(told, still_open)
-        all_figures = all_figures.model_copy(update={"readings": told.figures()})
+        decided = decide_readings(told, still_open)
+        findings += judge_readings(told, decided)
+        all_figures = all_figures.model_copy(update={"readings": told.figures(), "decided": decided})
     if engined is not None:
         from .engines.check import check_engine
 
@@ -285,9 +283,9 @@ def _naming_target(finding: Finding, subject: Source, checkpoint: Checkpoint) ->
     return finding.model_copy(update={"needs": needs, "fix": fix})
 
 
-def _unverified(rules: HeadSubject) -> list[Unverified | UnverifiedRecord]:
+def _unverified(rules: HeadSubject) -> list[Unverified]:
     """Return the facts about a head that rest on the user's word or on a default, now or at its conversion."""
-    found: list[Unverified | UnverifiedRecord] = list(rules.reading.read.unverified if rules.reading.read else ())
+    found = list(rules.reading.read.unverified if rules.reading.read else ())
     # A head that kconv did not write has no manifest, and another finding reports a broken one.
     with suppress(ManifestMismatch, NotACheckpoint):
         found += read_manifest(rules.checkpoint.folder).unverified
@@ -302,7 +300,7 @@ def _not_verified(rules: HeadSubject) -> Iterator[Finding]:
             rule="K315",
             severity="warning" if one.against else "note",
             where=f"config.json: {one.fact}",
-            message=f"{one.value}, by {one.word}, is not verified{against}",
+            message=f"{phrase(one.fact, one.value)}, by {one.word}, is not verified{against}",
             fix="Measure it: add --target with --prompts or --states.",
         )
 
@@ -315,17 +313,14 @@ def _still_open(rules: HeadSubject) -> frozenset[str]:
 
 def _assume(rules: HeadSubject) -> Head | None:
     """Return a head with several readings in the first of them; None if there is any other error."""
-    reading = rules.reading
-    if not rules.with_values or any(problem.code not in ASSUMED for problem in reading.errors):
+    reading, hints, opened = rules.reading, rules.hints, {fact.code: fact for fact in measurable()}
+    if not rules.with_values or any(problem.code not in opened for problem in reading.errors):
         return None
-    hints, found = rules.hints, readings(reading.config, rules.hints, rules.checkpoint.tensors)
-    codes = {problem.code for problem in reading.errors}
-    if UNDECIDED in codes:
-        if not found:
+    for code in {problem.code for problem in reading.errors}:
+        candidates = opened[code].candidates(reading.config, rules.hints, rules.checkpoint.tensors)
+        if candidates[0].value is None:
             return None
-        hints = replace(hints, captured=found[0].ids, captured_are="outputs")
-    if "K015" in codes:
-        hints = replace(hints, norm_before_residual=False)
+        hints = hints.model_copy(update=opened[code].hints(candidates[0].value))
     assumed = read(rules.checkpoint, layout=rules.named_layout, hints=hints)
     return None if assumed.errors else assumed.head
 
@@ -335,14 +330,14 @@ def _measure_open(
 ) -> tuple[list[Finding], Figures]:
     """Measure the readings of a head that its files leave open; without options the head itself is not measured."""
     from .parity import measure_parity
-    from .readings import judge_readings
+    from .readings import decide_readings, judge_readings
 
     told = measure_parity(head, None, parity, say, still_open).readings
     if told is None:
         return findings, Figures()
-    judged = judge_readings(told, still_open, taken=False)
+    decided = decide_readings(told, still_open, taken=False)
     rows = tuple(row.model_copy(update={"taken": False}) for row in told.figures())
-    return [*findings, *judged], Figures(readings=rows)
+    return [*findings, *judge_readings(told, decided)], Figures(readings=rows, decided=decided)
 
 
 def _refuse_other_layers(output: Head, source: Origin) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from support.published import EAGLE3, OTHERS, Form
 
 from kconv.checkpoint.folder import open_checkpoint
-from kconv.convert.captured import Hints
+from kconv.checkpoint.manifest import Hints
 from kconv.convert.plan import WriteOptions, plan
 from kconv.convert.read import read
 from kconv.convert.shared import SharedTensors

@@ -44,8 +44,8 @@ def put(page: str, name: str, lines: list[str]) -> str:
 
 def schema() -> str:
     """Return the JSON schema of report.json; each key has the meaning that its class gives it."""
-    from pydantic.json_schema import GenerateJsonSchema
     from docs_parts.models import attributes
+    from pydantic.json_schema import GenerateJsonSchema
 
     from kconv.validate.report import Report
 

@@ -18,14 +18,14 @@ from support.shells import NAMES, ran
 from kconv.cards.card import gather, make_card, write, write_card
 from kconv.cards.facts import Facts, LicenseFacts
 from kconv.checkpoint.folder import open_checkpoint
-from kconv.checkpoint.manifest import read_manifest, write_manifest
-from kconv.convert.captured import Hints, without_lists
+from kconv.checkpoint.manifest import Hints, read_manifest, write_manifest
+from kconv.convert.captured import without_lists
 from kconv.convert.execute import execute
 from kconv.convert.plan import WriteOptions, plan
 from kconv.convert.read import read_head
 from kconv.engines import by_name
 from kconv.errors import NotACheckpoint, OutputExists, ReportInvalid
-from kconv.validate.figures import AcceptanceFigures, Figures, TextFigures
+from kconv.validate.figures import AcceptanceFigures, Figures, ReadingsDecided, TextFigures
 from kconv.validate.report import Finding, make_report
 
 
@@ -73,8 +73,9 @@ def test_what_rests_on_a_users_word_stays_on_the_card_through_conversions_until_
     assert (word.fact, word.word) == ("captured", "--captured 1,3,5")
     row = "| **not verified** | captured: outputs of layers [1, 3, 5], by --captured 1,3,5 |"
     assert row in make_card(gather(tmp_path / "second", report(tmp_path / "second"), Facts())).text
-    measured = Finding(rule="K313", severity="note", where="config.json: captured", message="m", fix="f")
-    told = make_card(gather(tmp_path / "second", report(tmp_path / "second", [measured]), Facts()))
+    file = report(tmp_path / "second")
+    decided = file.figures.model_copy(update={"decided": ReadingsDecided(winner=0, confirmed=("captured",))})
+    told = make_card(gather(tmp_path / "second", file.model_copy(update={"figures": decided}), Facts()))
     assert "not verified" not in told.text
 
 

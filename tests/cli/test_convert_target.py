@@ -1,17 +1,27 @@
 """`to-sglang`, `to-portable` and the options that every conversion has: --target, --drop-shared, --dtype."""
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
 
 import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save, save_file
-from support.heads import GQA, MLA, random_slots, read_bytes, write_head
+from support.heads import FITTING_GQA, GQA, MLA, random_slots, read_bytes, write_head
 
+from kconv.checkpoint.folder import open_checkpoint
 from kconv.cli import main
 from kconv.engines import BY_NAME
+from kconv.head.chain import draft_tokens
+from kconv.head.forward import DraftHead
+from kconv.head.spec import Rope
+from kconv.targets.config import read_target_config
+from kconv.targets.forward import LocalRunner
+from kconv.targets.model import load_target
+from kconv.targets.tokenizer import load_tokenizer
+from kconv.targets.write_states import Wanted, write_states
+from kconv.tiny.text import read_corpus
 
 MLA, GQA = replace(MLA, captured=(1, 3, 5)), replace(GQA, captured=(1, 3, 5))
 MATRICES = {"lm_head": torch.arange(64 * 48).reshape(64, 48).bfloat16(), "embed_tokens": torch.ones(64, 48).bfloat16()}
@@ -204,3 +214,56 @@ def test_the_residual_is_told_where_readers_disagree(tmp_path):
     for told, value in (("yes", True), ("no", False)):
         shown = kconv("inspect", head, "--norm-before-residual", told, "--json")
         assert json.loads(shown.stdout)["spec"]["norms"]["before_residual"] is value
+
+
+THETA = 283461213.0
+
+
+@dataclass(frozen=True)
+class Agreeing(LocalRunner):
+    """A target that always says what a head drafts first."""
+
+    head: DraftHead
+
+    def capture(self, tokens, captured):
+        states, hidden = super().capture(tokens, captured)
+        own, _ = super().capture(tokens, self.head.spec.captured)
+        drafted = draft_tokens(self.head, tokens, own.float(), 1)[0]
+        rows = self.model.lm_head.weight.float()[drafted]
+        hidden = hidden.float()
+        hidden[:, 1 : 1 + drafted.shape[1]] = 60 * rows / rows.square().sum(-1, keepdim=True)
+        return states, hidden.to(self.model.lm_head.weight.dtype)
+
+
+@pytest.fixture(scope="module")
+def agreeing(tiny_target, tmp_path_factory):
+    """Return a head without rope_theta in its config, and the states of a target that says what it drafts with one."""
+    root = tmp_path_factory.mktemp("agreeing")
+    spec = replace(FITTING_GQA, captured=(1, 3, 5), rope=Rope(THETA), dtype="F32")
+    slots = random_slots(spec)
+    for name, tensor in slots.items():
+        if tensor.ndim == 2:
+            slots[name] = tensor * (6 if name in ("0.q_proj", "0.k_proj", "lm_head") else 1) / tensor.shape[1] ** 0.5
+    config = BY_NAME["vllm"].write_config(spec)
+    write_head(root / "head", BY_NAME["vllm"], spec, slots, {k: v for k, v in config.items() if "rope" not in k})
+    texts = [text[:300] for text in read_corpus().held_out if len(text) > 300][:8]
+    (root / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    runner = Agreeing(load_target(tiny_target, torch.float32), DraftHead(spec, slots))
+    wanted = Wanted(root / "prompts.jsonl", (0, 1, 2, 3, 4, 5, 6), text_tokens=48)
+    checkpoint, tokenizer = open_checkpoint(tiny_target), load_tokenizer(tiny_target)
+    write_states(
+        runner, checkpoint, read_target_config(tiny_target), tokenizer, wanted, root / "states", shard_bytes=1 << 30
+    )
+    return root
+
+
+@pytest.mark.slow
+def test_a_measured_base_is_written_with_every_digit(agreeing, tiny_target, tmp_path):
+    beside = ("--target", tiny_target, "--states", agreeing / "states")
+    done = kconv("to-vllm", agreeing / "head", tmp_path / "out", "--rope-theta", "283461213", *beside)
+    assert done.exit_code == 0, done.output
+    assert "config.json: rope_theta: measured: 283461213.0, acceptance length" in done.stderr
+    manifest = written(tmp_path / "out")[1]
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["rope_theta"] == THETA
+    assert manifest["spec"]["rope"]["theta"] == manifest["hints"]["rope_theta"] == THETA
+    assert "rope_theta" not in {one["fact"] for one in manifest["unverified"]}

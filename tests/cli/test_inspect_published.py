@@ -132,7 +132,7 @@ def test_a_word_against_the_producers_marks_is_a_loud_warning(tmp_path):
     written = kconv("to-vllm", head, tmp_path / "out", "--captured-are", "inputs")
     assert written.exit_code == 0 and "WARNING" in written.stdout and "[1, 29, 57]" in written.stdout
     (unverified,) = json.loads((tmp_path / "out" / "kconv.json").read_text())["unverified"]
-    assert unverified["value"] == "outputs of layers [0, 28, 56]" and "[1, 29, 57]" in unverified["against"]
+    assert unverified["value"] == [0, 28, 56] and "[1, 29, 57]" in unverified["against"]
     right = kconv("to-vllm", head, tmp_path / "right", "--captured-are", "outputs")
     assert right.exit_code == 0 and "WARNING" not in right.stdout and "not verified" not in right.stdout
 

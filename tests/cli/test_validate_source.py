@@ -14,10 +14,9 @@ from support.heads import GQA, MLA, TARGET, random_slots, write_head
 from support.shells import NAMES, ran
 
 from kconv.checkpoint.bytes import file_digest
-from kconv.checkpoint.manifest import HintsRecord, read_manifest
+from kconv.checkpoint.manifest import Hints, read_manifest
 from kconv.cli import main
 from kconv.cli.show import print_next
-from kconv.convert.captured import Hints
 from kconv.engines import BY_NAME
 
 
@@ -73,7 +72,7 @@ TOLD = {
 def test_what_was_said_of_a_source_need_not_be_said_again(tmp_path, write, options, hints):
     source, out = write(tmp_path / "source"), tmp_path / "out"
     assert kconv("to-vllm", source, out, *options).exit_code == 0
-    assert read_manifest(out).hints == HintsRecord(**hints)
+    assert read_manifest(out).hints == Hints(**hints)
     shown = kconv("validate", out, "--source", source)
     assert (shown.exit_code, "weights: identical to the source" in shown.stdout) == (0, True), shown.output
 
@@ -160,10 +159,6 @@ def test_an_output_that_tells_nothing_leaves_the_source_to_its_marks(tmp_path, r
     spoil(out)
     report = json.loads(kconv("validate", out, "--source", source, "--json").stdout)
     assert rule in {finding["rule"] for finding in report["findings"]}
-
-
-def test_hints_are_recorded_under_their_own_names():
-    assert list(HintsRecord.model_fields) == list(Hints.__dataclass_fields__)
 
 
 @pytest.mark.parametrize("name", NAMES)

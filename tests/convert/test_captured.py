@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.modelopt import default_aux_layers
 
-from kconv.convert.captured import Hints, decide
+from kconv.checkpoint.manifest import Hints
+from kconv.convert.captured import decide
 from kconv.errors import CapturedUndecided, ConfigInvalid
 
 TOP = "eagle_aux_hidden_state_layer_ids"

@@ -9,7 +9,7 @@ from support.configs import MODELOPT_KIMIK2, cut
 from support.heads import GQA, MLA, PORTABLE, random_slots, write_head
 
 from kconv.checkpoint.folder import open_checkpoint
-from kconv.convert.captured import Hints
+from kconv.checkpoint.manifest import Hints
 from kconv.convert.read import read_head, read_slot, read_weights, weight_dtype
 from kconv.engines import BY_NAME
 from kconv.engines.layout import stored

@@ -11,8 +11,8 @@ from support.faults import FAULTS
 from support.good_heads import GOOD
 
 from kconv.checkpoint.folder import open_checkpoint
+from kconv.checkpoint.manifest import Hints
 from kconv.checkpoint.source import Folder
-from kconv.convert.captured import Hints
 from kconv.convert.read import claim_tensors, read, read_head
 from kconv.engines.keys import CONVENTION, TOP
 from kconv.errors import ConfigUnsupported, KconvError, TensorMissing

@@ -8,8 +8,7 @@ from support.configs import MODELOPT_KIMIK2, MODELOPT_LLAMA, TORCHSPEC_MLA, cut
 from support.heads import GQA, MLA, random_slots, read_bytes, write_head
 
 from kconv.checkpoint.folder import open_checkpoint
-from kconv.checkpoint.manifest import MANIFEST, verify
-from kconv.convert.captured import Hints
+from kconv.checkpoint.manifest import MANIFEST, Hints, verify
 from kconv.convert.execute import execute
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head

@@ -17,7 +17,7 @@ from support.kimi import KIMI_MLA, small
 from support.record_drafts import Recorded, record
 
 from kconv.checkpoint.folder import open_checkpoint
-from kconv.convert.captured import Hints
+from kconv.checkpoint.manifest import Hints
 from kconv.convert.execute import execute
 from kconv.convert.plan import WriteOptions, plan
 from kconv.convert.read import read_head

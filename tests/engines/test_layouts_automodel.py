@@ -14,8 +14,7 @@ from support.heads import GQA, MLA, random_slots, write_head
 from support.kimi import YARN
 
 from kconv.checkpoint.folder import open_checkpoint
-from kconv.checkpoint.manifest import verify
-from kconv.convert.captured import Hints
+from kconv.checkpoint.manifest import Hints, verify
 from kconv.convert.execute import execute
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from support.configs import TORCHSPEC_MLA, cut
 from support.named import GQA_PARTS, LLAMA, LM_HEAD, MLA, NVIDIA, OUTSIDE, fill, layer, without, write
 
-from kconv.convert.captured import Hints
+from kconv.checkpoint.manifest import Hints
 from kconv.convert.execute import execute
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head

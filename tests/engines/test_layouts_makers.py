@@ -27,7 +27,7 @@ from support.named import (
 )  # fmt: skip
 
 from kconv.checkpoint.folder import open_checkpoint
-from kconv.convert.captured import Hints
+from kconv.checkpoint.manifest import Hints
 from kconv.convert.execute import execute
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head

@@ -16,8 +16,7 @@ from support.makers import can_make, make_config
 from support.strategies import portable_specs, uneven_specs
 
 from kconv.checkpoint.folder import open_checkpoint
-from kconv.checkpoint.manifest import MANIFEST, verify
-from kconv.convert.captured import Hints
+from kconv.checkpoint.manifest import MANIFEST, Hints, verify
 from kconv.convert.execute import execute
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head, read_slot

@@ -8,7 +8,7 @@ from support.heads import random_slots, write_head
 from support.named import EMBED, GQA, GQA_PARTS, LLAMA, LM_HEAD, OUTSIDE, fill, layer, maps, without, write
 
 from kconv.checkpoint.folder import open_checkpoint
-from kconv.convert.captured import Hints
+from kconv.checkpoint.manifest import Hints
 from kconv.convert.execute import execute
 from kconv.convert.plan import WriteOptions, plan
 from kconv.convert.read import read_head

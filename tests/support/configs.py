@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kconv.convert.captured import Hints
+from kconv.checkpoint.manifest import Hints
 from kconv.convert.config import ReadConfig, read_config
 from kconv.engines import by_name
 from kconv.head.spec import HeadSpec, Mla

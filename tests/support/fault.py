@@ -10,8 +10,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
+from kconv.checkpoint.manifest import Hints
 from kconv.checkpoint.source import Folder
-from kconv.convert.captured import Hints
 from kconv.convert.shared import SharedTensors
 from kconv.head.spec import HeadSpec, Rope, Yarn
 from kconv.targets.config import parse_target_config
@@ -55,7 +55,10 @@ class Fault:
         layers = target.layers if target else None
         lent = partial(lend, folder.with_name("target"), self.lent, self.base.spec) if self.lent else None
         return Checks(
-            self.engines or self.base.engines, hints=replace(self.hints, target_layers=layers), target=target, lent=lent
+            self.engines or self.base.engines,
+            hints=self.hints.model_copy(update={"target_layers": layers}),
+            target=target,
+            lent=lent,
         )
 
     def write(self, folder: Path) -> Path:

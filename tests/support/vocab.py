@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from kconv.checkpoint.folder import open_checkpoint
-from kconv.checkpoint.manifest import verify
-from kconv.convert.captured import Hints
+from kconv.checkpoint.manifest import Hints, verify
 from kconv.convert.execute import execute
 from kconv.convert.read import read_head, read_weights
 from kconv.convert.vocab import CountedText

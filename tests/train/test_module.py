@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from kconv.checkpoint.folder import open_checkpoint
-from kconv.convert.captured import Hints
+from kconv.checkpoint.manifest import Hints
 from kconv.convert.read import read_head
 from kconv.engines import BY_NAME
 from kconv.engines.layout import stored

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kconv.checkpoint.folder import open_checkpoint
-from kconv.convert.captured import Hints
+from kconv.checkpoint.manifest import Hints
 from kconv.convert.read import read_head, read_weights
 from kconv.errors import PromptsInvalid
 from kconv.head import chain

@@ -12,9 +12,8 @@ from safetensors.torch import load_file
 from support.tiny_targets import write_target
 
 from kconv.checkpoint.folder import open_checkpoint
-from kconv.checkpoint.manifest import ConversionRecord, verify
+from kconv.checkpoint.manifest import ConversionRecord, Hints, verify
 from kconv.cli import main
-from kconv.convert.captured import Hints
 from kconv.convert.execute import execute
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head

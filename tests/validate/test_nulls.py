@@ -13,8 +13,8 @@ from support.good_heads import Good
 from support.heads import GQA, MLA
 
 from kconv.checkpoint.folder import open_checkpoint
+from kconv.checkpoint.manifest import Hints
 from kconv.checkpoint.source import Folder
-from kconv.convert.captured import Hints
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
 from kconv.engines import BY_NAME

@@ -4,16 +4,29 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support.heads import GQA, MLA, TARGET, random_slots, write_head
 
 from kconv.checkpoint.folder import open_checkpoint
+from kconv.checkpoint.manifest import Hints
+from kconv.convert.facts import FACTS, Candidate, Fact, find_undecided
 from kconv.convert.read import read_head, read_weights
 from kconv.engines import BY_NAME
+from kconv.errors import Problem
 from kconv.head.chain import Acceptance
 from kconv.head.forward import DraftHead
+from kconv.head.spec import Rope
 from kconv.targets.config import parse_target_config
 from kconv.targets.forward import States
-from kconv.validate.readings import Reading, ReadingsMeasured, find_readings, judge_readings, measure_readings
+from kconv.validate.readings import (
+    Reading,
+    ReadingsMeasured,
+    decide_readings,
+    find_readings,
+    judge_readings,
+    measure_readings,
+)
 from kconv.validate.texts import Batch, Text
 
 CONFIG = parse_target_config(TARGET)
@@ -29,13 +42,17 @@ def measured(*readings):
     return ReadingsMeasured(tuple(one for one, _ in readings), "held-out", tuple(parts for _, parts in readings))
 
 
+def judged(found, still_open):
+    return judge_readings(found, decide_readings(found, still_open))
+
+
 RIGHT = accepted(80, 78, 82, 81, 79, 80, 77, 83)
 WORSE = accepted(70, 69, 72, 70, 70, 69, 68, 72)
 
 
 def test_a_reading_that_another_one_beats_is_an_error_that_names_both_figures():
     found = measured((EARLY, WORSE), (OUTPUTS, RIGHT))
-    (finding,) = judge_readings(found, {"captured"})
+    (finding,) = judged(found, {"captured"})
     taken, best = found.lengths
     assert (finding.rule, finding.severity) == ("K312", "error")
     assert f"{taken:.3f}" in finding.message and f"{best:.3f}" in finding.message and "[0, 2, 4]" in finding.message
@@ -48,7 +65,7 @@ def test_a_fact_that_does_not_move_the_figure_is_not_advised_to_be_changed():
     early_and_base = Reading(replace(MLA, captured=(0, 2, 4), rope=replace(MLA.rope, theta=1e6)))
     found = measured((EARLY, WORSE), (OUTPUTS, RIGHT), (OTHER_BASE, other_base_too), (early_and_base, WORSE))
     assert found.best == 2
-    (finding,) = judge_readings(found, ())
+    (finding,) = judged(found, ())
     assert finding.rule == "K312" and "--captured 1,3,5" in finding.fix and "rope-theta" not in finding.fix
 
 
@@ -58,16 +75,16 @@ def test_what_the_files_state_is_not_doubted_for_a_trifle():
     more = accepted(*(1006 + 10 * i for i in range(8)), drafts=1000)
     found = measured((OUTPUTS, trifle), (EARLY, more))
     assert found.beats(1, 0) and 0 < found.lengths[1] - found.lengths[0] < 0.01 * found.lengths[0]
-    assert not list(judge_readings(found, ()))
+    assert not list(judged(found, ()))
     # Where a user's word says it, or nothing does, the measurement decides.
-    (finding,) = judge_readings(found, {"captured"})
+    (finding,) = judged(found, {"captured"})
     assert finding.rule == "K312"
 
 
 def test_the_best_reading_is_no_error_and_decides_what_is_open():
     found = measured((OUTPUTS, RIGHT), (EARLY, WORSE))
-    assert list(judge_readings(found, ())) == []
-    (finding,) = judge_readings(found, {"captured"})
+    assert list(judged(found, ())) == []
+    (finding,) = judged(found, {"captured"})
     assert (finding.rule, finding.severity) == ("K313", "note") and "[1, 3, 5]" in finding.message
 
 
@@ -82,9 +99,9 @@ CANNOT = {
 
 @pytest.mark.parametrize("readings", CANNOT.values(), ids=CANNOT)
 def test_what_is_within_the_noise_cannot_be_told(readings):
-    (finding,) = judge_readings(measured(*readings), {"captured"})
+    (finding,) = judged(measured(*readings), {"captured"})
     assert finding.rule == "K314" and "cannot decide it" in finding.message
-    assert not list(judge_readings(measured(*readings[::-1]), ()))
+    assert not list(judged(measured(*readings[::-1]), ()))
 
 
 def test_of_few_sequences_each_one_must_say_the_same():
@@ -95,8 +112,47 @@ def test_of_few_sequences_each_one_must_say_the_same():
 
 def test_each_open_fact_is_told_on_its_own():
     found = measured((OUTPUTS, RIGHT), (EARLY, WORSE), (OTHER_BASE, NOISE))
-    told = {finding.where: finding.rule for finding in judge_readings(found, {"captured", "rope_theta"})}
+    told = {finding.where: finding.rule for finding in judged(found, {"captured", "rope_theta"})}
     assert told == {"config.json: captured": "K313", "config.json: rope_theta": "K314"}
+
+
+def test_what_is_decided_is_there_as_values():
+    found = measured((OUTPUTS, RIGHT), (EARLY, WORSE), (OTHER_BASE, NOISE))
+    decided = decide_readings(found, {"captured", "rope_theta"})
+    assert (decided.beaten, decided.confirmed, decided.undecided) == ((), ("captured",), ("rope_theta",))
+    right = found.figures()[decided.winner].facts
+    assert right == {"captured": (1, 3, 5), "rope_theta": MLA.rope.theta, "norm_before_residual": False}
+    beaten = decide_readings(measured((EARLY, WORSE), (OUTPUTS, RIGHT)), ())
+    assert beaten.beaten == ("captured",) and beaten.winner == 1
+
+
+@given(st.floats(min_value=8, max_value=1e30))
+def test_the_base_in_a_fix_is_the_measured_one_to_the_last_digit(theta):
+    other, right = Reading(replace(GQA, rope=Rope(7.0))), Reading(replace(GQA, rope=Rope(theta)))
+    for readings in (((other, WORSE), (right, RIGHT)), ((right, RIGHT), (other, WORSE))):
+        (finding,) = judged(measured(*readings), {"rope_theta"})
+        words = finding.fix.removesuffix(".").split()
+        assert float(words[words.index("--rope-theta") + 1]) == theta
+
+
+def test_a_new_open_fact_is_one_row(tmp_path, monkeypatch):
+    fact = Fact(
+        "rms_norm_eps", "K999", hint="eps", line="norms", read=lambda spec: spec.eps,
+        candidates=lambda *_: [Candidate(1e-5, "Llama"), Candidate(2.5e-6, "nobody")],
+        put=lambda spec, value: replace(spec, eps=value),
+    )  # fmt: skip
+    monkeypatch.setitem(FACTS, fact.name, fact)
+    (undecided,) = find_undecided(
+        [Problem("K999", "error", "config.json", "no epsilon", "Pass --eps.")], {}, Hints(), {}
+    )
+    assert undecided.phrases == ["1e-05: Llama", "2.5e-06: nobody"]
+    head = read_head(open_checkpoint(write_head(tmp_path / "head", BY_NAME["vllm"], MLA, random_slots(MLA))))
+    first, other = [one for one in find_readings(head, CONFIG, {fact.name}) if one.spec.captured == MLA.captured][:2]
+    assert (first.spec.eps, other.spec.eps) == (MLA.eps, 2.5e-6)
+    found = measured((first, WORSE), (other, RIGHT))
+    (finding,) = judged(found, {fact.name})
+    assert "rms_norm_eps: 2.5e-06" in finding.message and "--eps 2.5e-06" in finding.fix
+    assert found.figures()[1].facts[fact.name] == 2.5e-6
 
 
 def test_layers_one_early_and_one_late_are_always_measured(tmp_path):

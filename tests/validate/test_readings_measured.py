@@ -23,7 +23,7 @@ from kconv.tiny.text import read_corpus
 pytestmark = pytest.mark.slow
 IDS = "eagle_aux_hidden_state_layer_ids"
 # The demo's heads are trained on the outputs of these layers of a target of 7, whose default is [1, 2, 3].
-TRAINED = "outputs of layers [1, 3, 5]"
+TRAINED = [1, 3, 5]
 DOCUMENTS, TOKENS = 16, 64
 
 
@@ -127,7 +127,7 @@ def test_the_reading_that_it_was_trained_with_is_found(case, demo, states, tmp_p
     report = json.loads(shown.stdout)
     rows = report["figures"]["readings"]
     best = max(rows, key=lambda row: row["length"])
-    assert best["captured"] == TRAINED and best["norm_before_residual"] == "false"
+    assert best["facts"]["captured"] == TRAINED and best["facts"]["norm_before_residual"] is False
     said = {
         f["where"].removeprefix("config.json: "): f for f in report["findings"] if f["rule"] in ("K312", "K313", "K314")
     }
@@ -140,7 +140,7 @@ def test_the_reading_that_it_was_trained_with_is_found(case, demo, states, tmp_p
             assert f"{taken['length']:.3f}" in found["message"] and f"{best['length']:.3f}" in found["message"]
     # No wrong answer: what is told of the base is the one that it was trained with, or that it cannot be told.
     if said.get("rope_theta", {}).get("rule") == "K313":
-        assert "measured: 10000," in said["rope_theta"]["message"]
+        assert "measured: 10000.0," in said["rope_theta"]["message"]
 
 
 def test_a_head_as_its_trainer_left_it_is_not_beaten(demo, states):
@@ -149,7 +149,7 @@ def test_a_head_as_its_trainer_left_it_is_not_beaten(demo, states):
         report = json.loads(shown.stdout)
         assert shown.exit_code == 0 and "K312" not in {finding["rule"] for finding in report["findings"]}
         first = report["figures"]["readings"][0]
-        assert first["taken"] and first["captured"] == TRAINED and first["behind_best"] == 0
+        assert first["taken"] and first["facts"]["captured"] == TRAINED and first["behind_best"] == 0
 
 
 def test_the_showcase_fault_warns_at_conversion_and_is_an_error_where_it_is_measured(demo, states, tmp_path):

@@ -15,6 +15,7 @@ from support.faults import FAULTS
 from support.good_heads import GOOD, Good
 from support.heads import GQA, MLA, TARGET
 
+from kconv.checkpoint.manifest import Hints
 from kconv.checkpoint.source import Folder
 from kconv.engines import BY_NAME
 from kconv.engines.registry import asked
@@ -23,7 +24,7 @@ from kconv.targets.config import parse_target_config
 from kconv.validate.report import Finding, Report
 from kconv.validate.rules.rule import SGLANG, TRTLLM, VLLM_V1, VLLM_V2
 from kconv.validate.rules.table import HEAD_RULES, all_rules
-from kconv.validate.run import Checks, Hints, validate
+from kconv.validate.run import Checks, validate
 
 # What a launch flag must supply, and what is not compared where no target is given.
 ALWAYS = {"K144", "K184", "K193", "K194", "K195", "K196", "K214"}

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from ...checkpoint.bytes import Look, Wanted
 from ...checkpoint.folder import Checkpoint
 from ...checkpoint.header import TensorInfo
+from ...checkpoint.manifest import Hints
 from ...checkpoint.values import FLOAT_BITS, Values
-from ...convert.captured import EAGLE, Hints
+from ...convert.captured import EAGLE
 from ...convert.read import Head, HeadReading, read, rows_of
 from ...convert.shared import SharedTensors
 from ...engines.common import listed_ids as listed_ids

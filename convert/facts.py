@@ -1,0 +1,209 @@
+"""The facts that a head's files may leave open: one row each, by which they are read, stated, measured and shown."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..checkpoint.header import TensorInfo
+from ..checkpoint.manifest import FactValue, Hints
+from ..errors import Problem
+from ..head.spec import HeadSpec
+from ..targets.config import TargetConfig
+from .captured import UNDECIDED, default_formula, readings
+from .rope import DEFAULT_THETA, states_theta
+
+Config = Mapping[str, Any]
+Names = Mapping[str, TensorInfo]
+# A decoder layer in a tensor's name: its number, or none if the layout has only one layer.
+LAYER = re.compile(r"(?:^|\.)(?:mid)?layers?\.(?:(\d+)\.)?")
+# The rule about a number of layers that is the target's.
+TARGETS_DEPTH = "K023"
+# RoPE bases of trainers and targets of Llama, Qwen, Kimi and DeepSeek.
+BASES = (DEFAULT_THETA, 50000.0, 500000.0, 1000000.0)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A possible value of a fact, and why; the value is None if it depends on something unknown."""
+
+    value: FactValue | None
+    why: str
+
+
+def _no_rivals(spec: HeadSpec, target: TargetConfig) -> tuple[FactValue, ...]:
+    return ()
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A fact that a head's files may leave open.
+
+    Attributes:
+        name: the config key, or "captured".
+        code: the rule about files that leave it open.
+        hint: the field of `Hints` by which the user states it.
+        line: the line of `kconv inspect` in which it stands.
+        read: takes its value from a spec.
+        candidates: returns its possible values, for a config in the keys of `engines.keys`.
+        put: returns a spec with another value; None if no measurement can decide the fact.
+        rivals: returns values to measure besides the candidates.
+        stated: whether a config states it; None if nothing rests on a hint, or `convert.captured` says so.
+        words: the fact in words, with `{}` for its value.
+        beside: the values of other hints when this one is set.
+    """
+
+    name: str
+    code: str
+    hint: str
+    line: str
+    read: Callable[[HeadSpec], FactValue]
+    candidates: Callable[[Config, Hints, Names], Sequence[Candidate]]
+    put: Callable[[HeadSpec, Any], HeadSpec] | None = None
+    rivals: Callable[[HeadSpec, TargetConfig], Sequence[FactValue]] = _no_rivals
+    stated: Callable[[Config], bool] | None = None
+    words: str = "{}"
+    beside: Mapping[str, FactValue | str] = field(default_factory=dict)
+
+    @property
+    def option(self) -> str:
+        """The option that states the fact."""
+        return f"--{self.hint.replace('_', '-')}"
+
+    def options(self, value: FactValue) -> str:
+        """Return the option that states a value of the fact, as a user may copy it."""
+        if isinstance(value, bool):
+            return f"{self.option} {'yes' if value else 'no'}"
+        return f"{self.option} {','.join(map(repr, value)) if isinstance(value, tuple) else repr(value)}"
+
+    def hints(self, value: FactValue) -> dict[str, Any]:
+        """Return the hints that state a value of the fact."""
+        return {self.hint: value, **self.beside}
+
+
+def phrase(fact: str, value: FactValue) -> str:
+    """Return a fact's value in words, with every digit.
+
+    A manifest may name a fact that this version does not know.
+    """
+    return (FACTS[fact].words if fact in FACTS else "{}").format(json.dumps(value))
+
+
+def stored_layers(names: Iterable[str]) -> int:
+    """Return how many decoder layers a checkpoint stores, from its tensors' names; 0 if unknown."""
+    found = {int(number or 0) for name in names for number in LAYER.findall(name)[:1]}
+    return len(found)
+
+
+def _captured(config: Config, hints: Hints, names: Names) -> Sequence[Candidate]:
+    found = [Candidate(one.ids, one.how) for one in readings(config, hints, names)]
+    return found or [Candidate(None, default_formula())]
+
+
+def _neighbors(spec: HeadSpec, target: TargetConfig) -> Sequence[FactValue]:
+    """Return the layers one early and one late: the difference between layer inputs and outputs."""
+    return [tuple(layer + by for layer in spec.captured) for by in (-1, 1)]
+
+
+def _bases(spec: HeadSpec, target: TargetConfig) -> Sequence[FactValue]:
+    own = target.rope.get("rope_theta")
+    if isinstance(own, (int, float)) and not isinstance(own, bool) and own > 0:
+        return [float(own), *BASES]
+    return BASES
+
+
+FACTS = {
+    fact.name: fact
+    for fact in (
+        Fact(
+            "captured",
+            UNDECIDED,
+            hint="captured",
+            line="captured",
+            read=lambda spec: spec.captured,
+            candidates=_captured,
+            put=lambda spec, value: replace(spec, captured=value),
+            rivals=_neighbors,
+            words="outputs of layers {}",
+            beside={"captured_are": "outputs"},
+        ),
+        Fact(
+            "rope_theta",
+            "K162",
+            hint="rope_theta",
+            line="rope",
+            read=lambda spec: spec.rope.theta,
+            candidates=lambda *_: [Candidate(DEFAULT_THETA, "the default of trainers and of LlamaConfig")],
+            put=lambda spec, value: replace(spec, rope=replace(spec.rope, theta=value)),
+            rivals=_bases,
+            stated=states_theta,
+        ),
+        Fact(
+            "norm_before_residual",
+            "K015",
+            hint="norm_before_residual",
+            line="norms",
+            read=lambda spec: spec.norms.before_residual,
+            candidates=lambda *_: [Candidate(False, "the speculators library"), Candidate(True, "vLLM")],
+            put=lambda spec, value: replace(spec, norms=replace(spec.norms, before_residual=value)),
+            stated=lambda config: config.get("norm_before_residual") is not None,
+        ),
+        Fact(
+            "num_hidden_layers",
+            TARGETS_DEPTH,
+            hint="layers",
+            line="layers",
+            read=lambda spec: spec.layers,
+            candidates=lambda config, hints, names: [Candidate(stored_layers(names), "the number stored")],
+        ),
+    )
+}
+
+
+def measurable() -> list[Fact]:
+    """Return the facts that a measurement can decide."""
+    return [fact for fact in FACTS.values() if fact.put is not None]
+
+
+@dataclass(frozen=True)
+class Undecided:
+    """A fact that a head's files leave open.
+
+    Attributes:
+        fact: its name in `FACTS`.
+        what: one sentence that says what the files hold.
+        candidates: the possible values.
+        decide: what would decide it, as an imperative sentence.
+    """
+
+    fact: str
+    what: str
+    candidates: tuple[Candidate, ...]
+    decide: str
+
+    @property
+    def phrases(self) -> list[str]:
+        """The candidates in words."""
+        return [
+            one.why if one.value is None else f"{phrase(self.fact, one.value)}: {one.why}" for one in self.candidates
+        ]
+
+
+def find_undecided(problems: Sequence[Problem], config: Config, hints: Hints, names: Names) -> tuple[Undecided, ...]:
+    """Return the facts that a head's files leave open, each once.
+
+    Args:
+        problems: the problems found while reading.
+        config: in the keys of `engines.keys`.
+        hints: the user's options.
+        names: the names of its tensors.
+    """
+    by_code = {fact.code: fact for fact in FACTS.values()}
+    found = {problem.code: problem for problem in reversed(problems) if problem.code in by_code}
+    return tuple(
+        Undecided(by_code[code].name, problem.what, tuple(by_code[code].candidates(config, hints, names)), problem.fix)
+        for code, problem in reversed(found.items())
+    )
