@@ -205,6 +205,12 @@ def _decide(
                 needs="--captured",
             )
         return _by_word(_agreeing(_told(listed, hints.captured_are), config, nested_config), hints)
+    if hints.captured_are is not None:
+        raise ConfigInvalid(
+            f"--captured-are {hints.captured_are} says how to read the config's list of layers, but it has none",
+            where=f"config.json: {TOP}",
+            fix=f"Remove --captured-are, or list the layers: --captured IDS --captured-are {hints.captured_are}.",
+        )
     saved = saved_by(config, nested_config, names)
     if top:
         return _from_top(top, nested, config, nested_config, hints.target_layers, saved)
@@ -259,10 +265,10 @@ def _against_marks(
         own = _decide(config, nested, hints.model_copy(update={"captured": None, "captured_are": None}), names)
     except KconvError:  # the files leave it open, so the user's option decides
         return told
+    if own.word:  # a default is a guess: it confirms nothing, and the user's option is better
+        return told
     if own.ids == told.ids:
         return replace(told, word="")
-    if own.word:  # a default is a guess, and the user's option is better
-        return told
     return replace(told, against=f"the head's own files say outputs of {list(own.ids)} ({own.how})")
 
 

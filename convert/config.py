@@ -143,11 +143,12 @@ def find_config(
     max_positions = None
     with problems.catching():
         max_positions = _max_positions(config, rope, hints)
-    _check_count(config, captured, problems)
+    states = _states(tensors, values)
+    _check_count(config, captured, hints, None if has_scales(tensors) else states, problems)
     if rope is None or max_positions is None or any(key.field not in values for key in (*COMMON, *own)):
         return ConfigReading(keys, None, captured)
     # Not from 0: nothing should be said about layer 0 of a head that may not read it.
-    ids = captured.ids if captured else tuple(range(1, _states(tensors, values) + 1))
+    ids = captured.ids if captured else tuple(range(1, (states or 3) + 1))
     spec = HeadSpec(
         attention=(Mla if is_mla else Gqa)(**_group(values, "attention")),
         norms=Norms(**_group(values, "norms"), qk=not is_mla and _norms_qk(config, tensors)),
@@ -430,8 +431,18 @@ def _max_positions(config: Mapping[str, Any], rope: Rope | None, hints: Hints) -
     )
 
 
-def _check_count(config: Mapping[str, Any], captured: Captured | None, problems: Problems) -> None:
-    """Find a count of captured layers that differs from the number of listed layers."""
+def _check_count(
+    config: Mapping[str, Any], captured: Captured | None, hints: Hints, states: int | None, problems: Problems
+) -> None:
+    """Find a count of captured layers that differs from fc's width or from the number of listed layers."""
+    if captured and hints.captured is not None and states not in (None, len(captured.ids)):
+        _add(
+            problems,
+            ConfigInvalid,
+            f"fc.weight takes {states} states, but --captured names {len(captured.ids)}",
+            "--captured",
+            "Pass one layer per state, in ascending order.",
+        )
     count = config.get("num_aux_hidden_states")
     if captured:
         lengths = {"": len(captured.ids)}
@@ -462,10 +473,10 @@ def _norms_qk(config: Mapping[str, Any], tensors: Iterable[str]) -> bool:
     return config.get("model_type") == "qwen3" and any(name.endswith(".q_norm.weight") for name in tensors)
 
 
-def _states(tensors: Mapping[str, TensorInfo], values: Mapping[str, Any]) -> int:
-    """Return how many captured states fc has room for; 3 if unknown."""
-    fc = tensors.get("fc.weight") or tensors.get("model.fc.weight")
-    return min(max(fc.shape[1] // values["target_hidden"], 1), MAX_LAYERS) if fc and len(fc.shape) == 2 else 3
+def _states(tensors: Mapping[str, TensorInfo], values: Mapping[str, Any]) -> int | None:
+    """Return how many captured states fc has room for; None if unknown."""
+    fc, width = tensors.get("fc.weight") or tensors.get("model.fc.weight"), values.get("target_hidden")
+    return min(max(fc.shape[1] // width, 1), MAX_LAYERS) if fc and len(fc.shape) == 2 and width else None
 
 
 def _check_dims(spec: HeadSpec, problems: Problems) -> None:

@@ -231,3 +231,14 @@ def test_the_default_of_any_depth_is_ambiguous_as_inputs_and_plain_as_outputs(la
 def test_the_default_is_modelopts():
     for layers in (7, 27, 61, 93):
         assert set(decide(config(), Hints(target_layers=layers)).ids) == default_aux_layers(layers)
+
+
+def test_a_default_does_not_confirm_what_the_user_says():
+    found = decide(config(), Hints(captured=(1, 29, 57), target_layers=61))
+    assert (found.ids, found.word) == ((1, 29, 57), "--captured 1,29,57")
+    assert not decide(config(nested=[1, 29, 57]), Hints(captured=(1, 29, 57))).word, "the list confirms it"
+
+
+def test_a_convention_without_a_list_is_refused_and_not_ignored():
+    with pytest.raises(ConfigInvalid, match=r"--captured-are inputs says how to read the config's list .* has none"):
+        decide(config(), Hints(captured_are="inputs", target_layers=61))
