@@ -76,10 +76,7 @@ def open_checkpoint(folder: Path, *, source: str = "") -> Checkpoint:
             same tensor.
         CorruptHeader: a file's header contradicts its data.
     """
-    try:
-        names = {entry.name for entry in folder.iterdir()}
-    except OSError as fault:
-        raise _no_folder(folder, fault) from fault
+    names = list_names(folder)
     if is_partial(folder):
         raise NotACheckpoint(
             f"{folder.name} was left behind by an interrupted kconv run",
@@ -126,14 +123,19 @@ def read_json(file: Path) -> dict[str, Any]:
         where=file.parent,
         fix="A checkpoint is a folder with config.json and *.safetensors; check the path.",
     )
-    text = read_bounded(
-        file,
-        NotACheckpoint,
-        limit=MAX_HEADER_BYTES,
-        fix="Check the path and its links.",
-        missing=missing,
-        large=ConfigInvalid,
-    )
+    try:
+        text = read_bounded(
+            file,
+            NotACheckpoint,
+            limit=MAX_HEADER_BYTES,
+            fix="Check the path and its links.",
+            missing=missing,
+            large=ConfigInvalid,
+        )
+    except NotACheckpoint as error:
+        if error is missing:
+            list_names(file.parent)  # without a folder, that is the error
+        raise
     for mark, (what, fix) in IMPOSTORS.items():
         if text.startswith(mark):
             raise ConfigInvalid(f"{file.name} is {what}", where=file, fix=fix)
@@ -146,6 +148,18 @@ def read_json(file: Path) -> dict[str, Any]:
         ) from fault
 
 
+def list_names(folder: Path) -> set[str]:
+    """Return the names of a checkpoint folder's files.
+
+    Raises:
+        NotACheckpoint: there is no such folder.
+    """
+    try:
+        return {entry.name for entry in folder.iterdir()}
+    except OSError as fault:
+        raise _no_folder(folder, fault) from fault
+
+
 def _no_folder(path: Path, fault: OSError) -> NotACheckpoint:
     """Return the error for a path that is not a folder, with what to pass instead."""
     if isinstance(fault, NotADirectoryError) and path.is_file():
@@ -156,8 +170,10 @@ def _no_folder(path: Path, fault: OSError) -> NotACheckpoint:
     beside = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
     close = get_close_matches(path.name, beside, n=1)
     meant = f" Did you mean {path.parent / close[0]}?" if close else ""
+    absent = isinstance(fault, FileNotFoundError)
     return NotACheckpoint(
-        f"{path} is not a folder: {fault.strerror}", fix=f"Give a checkpoint folder or a Hub id org/name.{meant}"
+        f"there is no folder {path}" if absent else f"{path} is not a folder: {fault.strerror}",
+        fix=f"Give a checkpoint folder; a Hub id is org/name.{meant}",
     )
 
 

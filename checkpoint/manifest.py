@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from ..errors import KconvError, ManifestMismatch, NotACheckpoint
 from ..escape import command
 from .bytes import Look, Wanted, file_digest
-from .folder import Checkpoint, open_checkpoint
+from .folder import Checkpoint, list_names, open_checkpoint
 from .schema import load_json
 
 MANIFEST = "kconv.json"
@@ -257,6 +257,7 @@ def read_manifest(folder: Path) -> Manifest:
     file = folder / MANIFEST
     # os.path returns False for a name that is too long; pathlib raises.
     if not os.path.isfile(file) or not os.access(file, os.R_OK):  # noqa: PTH113
+        list_names(folder)  # without a folder, that is the error
         raise NotACheckpoint(
             f"{folder} has no readable {MANIFEST}, so kconv did not write it",
             where=folder,

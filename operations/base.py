@@ -53,7 +53,9 @@ def _path(value: Any) -> Any:
     if isinstance(value, (str, os.PathLike)):
         if "\0" in str(value):
             raise ValueError("a path cannot contain a zero byte")
-        return os.fspath(value)
+        name = os.fspath(value)
+        # A shell leaves ~ in --target=~/head as it is, and recipes and Python calls have no shell.
+        return name if os.path.lexists(name) else os.path.expanduser(name)  # noqa: PTH111
     raise ValueError("it is neither a path nor a name")
 
 
