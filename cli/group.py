@@ -53,6 +53,11 @@ OTHER_WORDS = {
     "export": ("to-trtllm", "to-vllm"),
 }
 
+# What kconv leaves to an engine, and how it is done.
+LEFT_TO_ENGINES = dict.fromkeys(
+    ("serve", "launch"), "An engine serves a head: run serve-vllm.sh, which kconv to-vllm writes beside it."
+)
+
 # Names that users try for an option or an argument of kconv.
 OTHER_OPTIONS = {
     "-V": "--version",
@@ -179,8 +184,9 @@ class Kconv(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         if name not in self.list_commands(ctx) and not name.startswith("-") and not ctx.resilient_parsing:
-            close = likely(name, self.list_commands(ctx))
+            close = [] if name in LEFT_TO_ENGINES else likely(name, self.list_commands(ctx))
             meant = f" Did you mean {' or '.join(close)}?" if close else " kconv --help lists them."
+            meant = f" {LEFT_TO_ENGINES[name]}" if name in LEFT_TO_ENGINES else meant
             ctx.fail(f"There is no command {name!r}.{meant}")
         return super().resolve_command(ctx, args)
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import Checkpoint
-from ..checkpoint.manifest import Hints
+from ..checkpoint.manifest import Hints, mismatch
 from ..checkpoint.source import Source
+from ..engines import by_name
 from ..engines.layout import Layout
 from ..errors import KconvError, Problem, TargetInvalid
 from ..head.spec import HeadSpec
 from ..targets.config import TargetConfig, read_target_config
-from .provenance import Origin, how_source_was_read
+from .provenance import Origin, made_from
 from .read import Head, claim_tensors, read_head
 
 
@@ -38,17 +40,25 @@ def open_origin(checkpoint: Checkpoint, output: Source, target: Source | None) -
 
     Args:
         checkpoint: the head that the output was made from.
-        output: the output; its kconv.json records the options, see `how_source_was_read`.
+        output: the output; its kconv.json records the options, which hold for the same config.json alone.
         target: its depth decides default captures; None to use kconv.json's depth.
 
     Raises:
+        ManifestMismatch: it cannot be read by itself, and the output was made from another head.
         KconvError: it cannot be read; see `convert.read`.
     """
-    layout, hints = how_source_was_read(output, checkpoint)
-    config = _config(target)
-    recorded = _read(checkpoint, layout, hints, config)
-    if layout is None:
+    config, manifest = _config(target), made_from(output)
+    if manifest is None or file_digest(checkpoint.folder / "config.json") != manifest.source_config:
+        try:
+            recorded = _read(checkpoint, None, Hints(), config)
+        except KconvError as error:
+            if manifest is None:
+                raise
+            what = f"{output.name} was made from another config.json"
+            fix = f"Pass {manifest.source} as it was at the conversion, or convert this head."
+            raise mismatch(checkpoint.source, what, fix) from error
         return Origin(recorded, recorded)
+    recorded = _read(checkpoint, by_name(manifest.source_layout), manifest.hints, config)
     try:
         return Origin(recorded, _read(checkpoint, None, Hints(), config))
     except KconvError:

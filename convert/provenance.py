@@ -8,12 +8,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.bytes import file_digest
-from ..checkpoint.folder import Checkpoint
-from ..checkpoint.manifest import MANIFEST, ConversionRecord, Hints, Manifest, Parameters, TensorRecord, read_manifest
+from ..checkpoint.manifest import MANIFEST, ConversionRecord, Manifest, Parameters, TensorRecord, read_manifest
 from ..checkpoint.source import Source
-from ..engines import by_name
-from ..engines.layout import Layout
 from ..errors import KconvError, ManifestMismatch
 from ..head.slots import needs
 from .plan import Plan, Step
@@ -99,19 +95,15 @@ class Origin:
         return [name for name, value in vars(self.alone.spec).items() if getattr(self.recorded.spec, name) != value]
 
 
-def how_source_was_read(output: Source, source: Checkpoint) -> tuple[Layout | None, Hints]:
-    """Return the layout and the hints with which an output's source was read for its conversion.
+def made_from(output: Source) -> Manifest | None:
+    """Return the manifest of an output, which says how its source was read; None if there is none to be read.
 
-    Statements about one config do not apply to another, so they are returned only for the same config.json. If the
-    output or its kconv.json cannot be read, there are none; checking the output reports that.
+    Checking the output reports that.
     """
     try:
-        manifest = read_manifest(output.open_weights().folder)
+        return read_manifest(output.open_weights().folder)
     except KconvError:
-        return None, Hints()
-    if file_digest(source.folder / "config.json") != manifest.source_config:
-        return None, Hints()
-    return by_name(manifest.source_layout), manifest.hints
+        return None
 
 
 def count_parameters(plan: Plan) -> Parameters:

@@ -81,6 +81,9 @@ class Reading(Operation):
     def _one_depth(self) -> Self:
         if self.target is not None and self.target_layers is not None:
             raise ValueError("--target already gives the number of layers; remove --target-layers")
+        head = getattr(self, "head", None)
+        if self.target is not None and head is not None and os.path.realpath(self.target) == os.path.realpath(head):
+            raise ValueError("--target is the head itself; pass the model that the head drafts for")
         return self
 
     def layout(self) -> Layout | None:

@@ -347,8 +347,10 @@ def _meant(asked: str, known: Collection[str]) -> str:
     """Return how to write what a wrong name of an engine may stand for."""
     if len(several := [part.strip() for part in asked.split(",")]) > 1 and set(several) <= set(known):
         return f". Repeat the option: {' '.join(f'--for {one}' for one in several)}"
-    close = get_close_matches(asked.lower(), known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    # An engine's title is a name for it too: TensorRT-LLM is trtllm.
+    names = {one.title.lower(): one.name for one in registry.engines() if one.name in known} | {n: n for n in known}
+    close = get_close_matches(asked.lower(), names, n=1)
+    return f"; did you mean {names[close[0]]}?" if close else ""
 
 
 def _write(report: Report, out: Path) -> None:

@@ -168,13 +168,17 @@ def no_tokenizer(folder: Path) -> TargetInvalid:
     )
 
 
+# Keys that only draft heads have, also those whose architecture is a target's, e.g. LlamaForCausalLM.
+OF_HEADS = ("eagle_config", "eagle_aux_hidden_state_layer_ids", "draft_vocab_size")
+
+
 def is_draft(folder: Path) -> bool:
     """Return whether a folder's config is a draft head's."""
     return _is_draft(read_json(folder / "config.json"))
 
 
 def _is_draft(raw: dict[str, Any]) -> bool:
-    return "eagle" in str(raw.get("architectures")).lower() or "eagle_config" in raw
+    return "eagle" in str(raw.get("architectures")).lower() or not raw.keys().isdisjoint(OF_HEADS)
 
 
 def _refuse_head(raw: dict[str, Any], where: object) -> None:

@@ -141,21 +141,25 @@ def parse_recipe(values: Mapping[str, Any], where: Where | None = None) -> Eagle
     try:
         recipe = _CHECK.validate_python(dict(values))
     except ValidationError as fault:
-        place, why = _wrong_at(fault)
-        key = ".".join(map(str, place))
-        raise RecipeInvalid(
-            f"the head's recipe is wrong{f': the key {key}' if why.startswith('is ') else f' at {key}:'} {why}",
-            where=where(place),
-            fix=f"The keys are {', '.join(field.name for field in fields(EagleRecipe))}.",
-        ) from fault
+        raise _wrong(fault.errors(), where) from fault
     check_recipe(recipe, where)
     return recipe
 
 
-def _wrong_at(fault: ValidationError) -> tuple[tuple[str | int, ...], str]:
+def _wrong(errors: Sequence[Any], where: Where) -> RecipeInvalid:
+    place, why = _wrong_at(errors)
+    key = ".".join(map(str, place))
+    return RecipeInvalid(
+        f"the head's recipe is wrong{f': the key {key}' if why.startswith('is ') else f' at {key}:'} {why}",
+        where=where(place),
+        fix=f"The keys are {', '.join(field.name for field in fields(EagleRecipe))}.",
+    )
+
+
+def _wrong_at(found: Sequence[Any]) -> tuple[tuple[str | int, ...], str]:
     """Return the keys that lead to the first error, and the error, with the nearest valid key."""
     choices: dict[tuple[str | int, ...], list[Any]] = {}
-    for error in fault.errors():
+    for error in found:
         tag = max((i + 1 for i, part in enumerate(error["loc"]) if part in CHOICES), default=0)
         choices.setdefault(error["loc"][:tag], []).append(error)
     # A choice (GQA or MLA) reports the errors of each alternative; the one with the fewest was meant. Errors outside of
@@ -256,6 +260,19 @@ OF_THE_HEAD = ("attention", "intermediate", "captured", "rope", "eps", "draft_vo
 # The keys of a file or --set: the recipe's own, and the two that `complete` resolves.
 KEYS = ("decoder", "passes", *(field.name for field in fields(EagleRecipe)))
 
+# What other trainers call them.
+OTHER_KEYS = {
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "passes"),
+    **dict.fromkeys(("batch_size", "micro_batch_size", "per_device_train_batch_size"), "batch"),
+    **dict.fromkeys(("learning_rate", "max_lr"), "lr"),
+    **dict.fromkeys(("max_steps", "num_steps", "total_steps"), "steps"),
+    **dict.fromkeys(("seq_len", "seq_length", "max_length", "max_seq_len"), "seq"),
+    **dict.fromkeys(("gradient_accumulation_steps", "accumulation"), "accumulate"),
+    **dict.fromkeys(("warmup_steps", "num_warmup_steps"), "warmup"),
+    "ttt_length": "ttt_steps",
+    "draft_vocab_size": "draft_vocab",
+}
+
 
 def read_recipe_file(name: str) -> Stated:
     """Read one of kconv's own recipes, or a YAML file.
@@ -282,15 +299,29 @@ def read_recipe_file(name: str) -> Stated:
 
 
 def check_keys(values: Mapping[str, Any]) -> None:
-    """Raise RecipeInvalid for unknown keys; this needs only the values."""
+    """Raise RecipeInvalid for unknown keys and for values of a wrong type; this needs only the values."""
     unknown = [str(key) for key in values if key not in KEYS]
     if unknown:
-        near = get_close_matches(unknown[0], KEYS, n=1)
+        near = [OTHER_KEYS[unknown[0]]] if unknown[0] in OTHER_KEYS else get_close_matches(unknown[0], KEYS, n=1)
         raise RecipeInvalid(
             f"no recipe has a key {', '.join(map(repr, unknown))}" + (f"; did you mean {near[0]}?" if near else ""),
             where=_where(values)(unknown[:1]),
             fix=f"The keys are {', '.join(KEYS)}.",
         )
+    passes = values.get("passes", 1)
+    if not isinstance(passes, int) or passes < 1:
+        raise RecipeInvalid(
+            f"passes is {passes!r}",
+            where=_where(values)(("passes",)),
+            fix="Set passes to the number of passes through the data: 1 or more.",
+        )
+    try:
+        _CHECK.validate_python({key: value for key, value in values.items() if key not in ("decoder", "passes")})
+    except ValidationError as fault:
+        # The target, or the head to continue from, states what a recipe leaves out.
+        wrong = [one for one in fault.errors() if one["type"] != "missing" or len(one["loc"]) > 1]
+        if wrong:
+            raise _wrong(wrong, _where(values)) from fault
 
 
 def complete(
@@ -315,12 +346,6 @@ def complete(
     stated = dict(values)
     defaults = _of_head(init_from, target) if init_from else _of_target(target, decoder, values, where)
     values = defaults | values
-    if not isinstance(passes, int) or passes < 1:
-        raise RecipeInvalid(
-            f"passes is {passes!r}",
-            where=where(("passes",)),
-            fix="Set passes to the number of passes through the data: 1 or more.",
-        )
     values.setdefault("batches", rows // _count(values, "batch"))
     values.setdefault("steps", max(1, _count(values, "batches") * passes // _count(values, "accumulate")))
     recipe = parse_recipe(values, where)

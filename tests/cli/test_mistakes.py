@@ -115,7 +115,21 @@ RECIPES: dict[str, object] = {
     "list.yaml": "- a\n- b\n",
     "train.yaml": {"name": "m", "steps": {"t": {"do": "train", "target": "target", "recipe": "eagle3_mla",
                                                "data": "prompts.jsonl"}}},
+    "batch.yaml": {"name": "m", "steps": {"t": {"do": "train", "target": "target", "recipe": "eagle3-mla",
+                                               "data": "dialogue.jsonl", "set": {"batch": "four"}}}},
 }  # fmt: skip
+# Commands that name a target or another checkpoint.
+ABSENT = (
+    "inspect llama-3.1-8b",
+    "to-vllm head out --target llama-3.1-8b",
+    "validate head --target llama-3.1-8b",
+    "states llama-3.1-8b out --prompts prompts.jsonl",
+    "train llama-3.1-8b out --recipe eagle3-mla --data dialogue.jsonl",
+    "vocab head --target llama-3.1-8b",
+    "quantize llama-3.1-8b out --recipe nvfp4 --input-scale data-free",
+    "verify llama-3.1-8b",
+    "card llama-3.1-8b",
+)
 # A name, the command in the folder, its exit code, and what the message has to name.
 MISTAKES: list[tuple[str, str, int, tuple[str, ...]]] = [
     ("a wrong path", "inspect haed", 1, ("haed",)),
@@ -146,6 +160,7 @@ MISTAKES: list[tuple[str, str, int, tuple[str, ...]]] = [
     ("another dtype", "to-vllm head out --dtype fp16", 2, ("--dtype", "bfloat16")),
     ("a misspelt command", "to-vlm head out", 2, ("to-vlm", "to-vllm")),
     ("a command of other tools", "convert head out", 2, ("convert", "to-vllm")),
+    ("an engine's work", "serve head", 2, ("serve", "serve-vllm.sh")),
     ("upload", "upload head", 2, ("upload", "publish")),
     ("help as a command", "help", 2, ("help",)),
     ("an empty name", "inspect ''", 1, ("empty",)),
@@ -159,6 +174,17 @@ MISTAKES: list[tuple[str, str, int, tuple[str, ...]]] = [
     ("a target as a head", "to-vllm target out", 1, ("safetensors",)),
     ("a head as a target", "to-vllm head out --target gqa", 1, ("draft head", "target")),
     ("layers that the list denies", "to-vllm head out --captured 9,10,11", 1, ("--captured", "config.json")),
+    ("the head as its own target", "to-vllm silent out --target silent", 2, ("--target is the head itself",)),
+    ("a head of a target's class as a target", "to-vllm head out --target silent", 1,
+     ("draft head (['LlamaForCausalLM'])", "silent/config.json")),
+    *((f"a target that is not there, {command.split()[0]}", command, 1,
+       ("there is no folder llama-3.1-8b", "a Hub id is org/name")) for command in ABSENT),
+    ("too few layers", "to-vllm silent out --target-layers 32 --captured 15", 1,
+     ("fc.weight takes 3 states, but --captured names 1",)),
+    ("a convention without a list", "to-vllm silent out --target-layers 32 --captured-are inputs", 1,
+     ("--captured-are inputs", "it has none", "--captured IDS")),
+    ("another head as the source", "validate written --source silent", 1,
+     ("written was made from another config.json", "/gqa")),
     ("layers with semicolons", "to-vllm head out --captured 1;3;5", 2, ("--captured", "1;3;5")),
     ("layers with blanks", "to-vllm head out --captured 1 3 5", 2, ("(3 5)", "one word with commas")),
     ("a layer that the target lacks", "to-vllm silent out --target-layers 9 --captured 1,3,40", 1,
@@ -166,6 +192,7 @@ MISTAKES: list[tuple[str, str, int, tuple[str, ...]]] = [
     ("neither yes nor no", "to-vllm head out --norm-before-residual maybe", 2, ("'maybe'", "neither yes nor no")),
     ("layers that are not ascending", "to-vllm head out --captured 5,3,1", 2, ("--captured", "5,3,1")),
     ("an engine that is none", "validate head --for vlm", 2, ("--for", "vlm", "vllm")),
+    ("an engine's short name", "validate head --for tensorrt", 2, ("tensorrt", "did you mean trtllm?")),
     ("an engine's long name", "validate head --for tensorrt-llm", 2, ("tensorrt-llm", "did you mean trtllm?")),
     ("engines with a comma", "validate head --for vllm,sglang", 2, ("--for vllm --for sglang",)),
     ("a layout that is none", "inspect head --from modeloptt", 1, ("modeloptt", "Did you mean modelopt?")),
@@ -234,6 +261,8 @@ MISTAKES: list[tuple[str, str, int, tuple[str, ...]]] = [
     ("an indentation", "run indent.yaml --dry-run", 1, ("indent.yaml", "line 6")),
     ("a list for a recipe", "run list.yaml --dry-run", 1, ("list.yaml",)),
     ("a training recipe that is none", "run train.yaml --dry-run", 1, ("train.yaml:", "Did you mean eagle3-mla?")),
+    ("a training recipe's value in a recipe", "run batch.yaml --dry-run", 1,
+     ("at batch: it must be a whole number", "'four'")),
     ("a step that is not in the recipe", "run layout.yaml --only vlm --dry-run", 1, ("layout.yaml",)),
     ("an output inside the source", "to-vllm trainer trainer/out", 2, ("trainer/out",)),
     ("a source and its output in the wrong order", "verify gqa written", 2, ("kconv verify written gqa",)),
@@ -254,6 +283,8 @@ MISTAKES: list[tuple[str, str, int, tuple[str, ...]]] = [
      ("prompts.jsonl:1", "no answer")),
     ("a training recipe's key", "train target out --recipe eagle3-mla --data prompts.jsonl --set learning_rate=1", 1,
      ("learning_rate", "lr")),
+    ("other trainers' key", "train target out --recipe eagle3-mla --data prompts.jsonl --set epochs=1", 1,
+     ("epochs", "did you mean passes?")),
     ("a shared folder without a server", "states target out --prompts prompts.jsonl --shared s", 2,
      ("--url", "--shared")),
 ]  # fmt: skip
@@ -341,3 +372,10 @@ def test_the_heads_of_the_folder_are_good(folder, monkeypatch):
     for command in ("inspect head", "inspect gqa", "inspect trainer"):
         done = CliRunner().invoke(main, command.split())
         assert done.exit_code == 0, _said(done)
+
+
+def test_a_home_folder_is_found_without_a_shell(folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder))
+    assert kconv.inspect("~/gqa").kind == "Eagle3 head"
+    done = CliRunner().invoke(main, ["inspect", "~/silent", "--target=~/target"])
+    assert done.exit_code == 0, _said(done)
