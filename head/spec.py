@@ -87,6 +87,10 @@ class Rope:
     scaling: Yarn | Llama3 | Linear | None = None
     partial_rotary_factor: float = 1.0
 
+    def within(self, context: int) -> int:
+        """Return how many positions of a context it covers: all of them, but for YaRN."""
+        return min(context, self.scaling.reach) if isinstance(self.scaling, Yarn) else context
+
     def __str__(self) -> str:
         stated = {} if self.scaling is None else {k: v for k, v in vars(self.scaling).items() if v is not None}
         kind = "no scaling" if self.scaling is None else f"{SCALINGS[type(self.scaling)]} scaling"

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..calibrate.retention import Retention
     from ..checkpoint.manifest import Manifest
     from ..convert.plan import Plan
+    from ..head.spec import HeadSpec
 
 Share = Annotated[float, Field(ge=0, le=1)]
 HeadDim = Annotated[Literal["auto", "192", "256"], BeforeValidator(str)]
@@ -129,7 +130,20 @@ class Convert(Reading):
 
         target = context.maybe(self.target)
         options = WriteOptions(find_shapes(target) if target else None, self.drop_shared, self._rounded())
-        return plan(self.open_headers(context, self.head), by_name(self.to), options)
+        planned = plan(self.open_headers(context, self.head), by_name(self.to), options)
+        self._compare_positions(context, planned.spec)
+        return planned
+
+    def _compare_positions(self, context: Context, spec: HeadSpec) -> None:
+        """Say that the target's context is longer than the head states, which is its maker's word and is kept."""
+        target = self.target_config(context)
+        if target is None or self.max_positions is not None:
+            return
+        if (within := spec.rope.within(target.max_positions)) > spec.max_positions:
+            context.log(
+                f"max_position_embeddings: {spec.max_positions}, as the head states, but the target has"
+                f" {target.max_positions}. To serve longer context, pass --max-positions {within}"
+            )
 
     def _rounded(self) -> str:
         from ..checkpoint.header import FLOAT_DTYPES
@@ -181,6 +195,7 @@ class Convert(Reading):
         head = self.open(context, self.head)
         head = replace(head, read=replace(head.read, measured=measured))
         decided = plan(head, layout, WriteOptions(shared, self.drop_shared, self._rounded()))
+        self._compare_positions(context, decided.spec)
         with context.bytes("converting", sum(step.size for step in decided.steps)) as advance:
             return Converted(self.out, execute(decided, Path(self.out), advance))
 
@@ -208,10 +223,12 @@ class Convert(Reading):
             self.min_retention,
             self.device,
         )
+        head = self.open(context, self.head)
+        self._compare_positions(context, head.spec)
         with context.steps("healing") as healed:
             manifest, kept = convert_attention(
-                self.open(context, self.head), by_name(self.to), Path(self.out), options,
-                context.source(self.target or ""), say=context.log, progress=healed,
+                head, by_name(self.to), Path(self.out), options, context.source(self.target or ""), say=context.log,
+                progress=healed,
             )  # fmt: skip
         return Converted(self.out, manifest, kept)
 

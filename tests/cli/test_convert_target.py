@@ -15,7 +15,7 @@ from kconv.cli import main
 from kconv.engines import BY_NAME
 from kconv.head.chain import draft_tokens
 from kconv.head.forward import DraftHead
-from kconv.head.spec import Rope
+from kconv.head.spec import Rope, Yarn
 from kconv.targets.config import read_target_config
 from kconv.targets.forward import LocalRunner
 from kconv.targets.model import load_target
@@ -142,6 +142,25 @@ def test_of_a_target_that_was_fetched_in_part_only_the_shard_in_question_need_be
         refused = kconv(f"to-{name}", head, tmp_path / "other", "--target", target, *more)
         assert refused.exit_code == 1 and ", which is missing" in refused.stderr
         assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("context, reach, said", [(1024, None, ""), (4096, None, "4096"), (4096, 2048, "2048")])
+def test_a_longer_context_of_the_targets_is_said_and_not_claimed_for_the_head(tmp_path, target, context, reach, said):
+    (target / "config.json").write_text(json.dumps(TARGET | {"max_position_embeddings": context}))
+    spec = replace(GQA, rope=Rope(1e4, Yarn(reach / 64, 64))) if reach else GQA
+    head = write_head(tmp_path / "head", BY_NAME["vllm"], spec, random_slots(spec))
+    words = "to-vllm", head, tmp_path / "out", "--target", target
+    line = f"max_position_embeddings: 1024, as the head states, but the target has {context}."
+    for more in (["--dry-run"], []):
+        shown = kconv(*words, *more)
+        assert shown.exit_code == 0 and (line in shown.stderr) is bool(said)
+        assert shown.stderr.rstrip().endswith(f"--max-positions {said}") or not said
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["max_position_embeddings"] == 1024
+    if said:
+        raised = kconv(words[0], head, tmp_path / "raised", *words[3:], "--max-positions", said)
+        assert "max_position_embeddings" not in raised.stderr
+        assert json.loads((tmp_path / "raised" / "config.json").read_text())["max_position_embeddings"] == int(said)
+        assert written(tmp_path / "raised")[1]["hints"]["max_positions"] == int(said)
 
 
 OTHERS = {
