@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..escape import Word
-from ..head.spec import HeadSpec
+from ..head.spec import Gqa, HeadSpec, Mla
 from .counters import Counters, PerRequest
 from .layout import Layout
 
@@ -26,6 +26,15 @@ DRAFT_TOKENS = 3
 HOST = "127.0.0.1"
 
 Config = Mapping[str, Any]
+# What a config that states no max_position_embeddings has, by its class in transformers:
+# https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/llama/configuration_llama.py#L71-L83
+# https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/deepseek_v3/configuration_deepseek_v3.py#L92-L115
+UNSTATED_POSITIONS = {Gqa: 2048, Mla: 4096}
+
+
+def unlimited(_: HeadSpec) -> float:
+    """Return no limit."""
+    return float("inf")
 
 
 @dataclass(frozen=True)
@@ -39,11 +48,16 @@ class Runner:
             The field is None if a launch option sets the layers rather than the config.
         aux_count: returns the number of captured states that fc is built for, from a config and whether the head is an
             MLA head. It returns None if the engine uses its default, which is 3.
+        drafts_to: returns the longest sequence, drafts included, for which it drafts with a head. While a batch has a
+            longer one, it drafts for none of the batch.
+        serves_to: returns the longest context that it serves with a head.
     """
 
     name: str
     aux_layers: Callable[[Config, str | None], tuple[int, ...] | None] | None = None
     aux_count: Callable[[Config, bool], Any] | None = None
+    drafts_to: Callable[[HeadSpec], float] = unlimited
+    serves_to: Callable[[HeadSpec], float] = unlimited
 
 
 @dataclass(frozen=True)

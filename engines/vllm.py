@@ -16,7 +16,7 @@ from .. import escape
 from ..checkpoint.folder import read_json
 from ..errors import CountersMissing
 from ..escape import Word
-from ..head.spec import Gqa, HeadSpec, Mla, Yarn
+from ..head.spec import Gqa, HeadSpec, Linear, Mla, Yarn
 from .base import (
     DRAFT_TOKENS,
     HOST,
@@ -189,6 +189,25 @@ def _rope_rows(spec: HeadSpec) -> float:
     return scaling.reach if isinstance(scaling, Yarn) else float("inf")
 
 
+def _own_length(spec: HeadSpec) -> float:
+    """The head's own max_model_len, computed before vLLM raises max_position_embeddings to the served context.
+
+    Linear scaling multiplies it, and no other kind does:
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/model.py#L2583-L2616
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/speculative.py#L1555-L1561
+    """
+    scaling = spec.rope.scaling
+    return int(spec.max_positions * scaling.factor) if isinstance(scaling, Linear) else spec.max_positions
+
+
+def _served_by_v2(spec: HeadSpec) -> float:
+    """As far as YaRN and its max_position_embeddings reach; 0.32 reads past its table, and 0.33 lowers max_model_len.
+
+    https://github.com/vllm-project/vllm/blob/v0.33.0/vllm/config/vllm.py#L3025-L3051
+    """
+    return min(_rope_rows(spec), _own_length(spec)) if isinstance(spec.rope.scaling, Yarn) else float("inf")
+
+
 def _words(served: Deployment) -> list[Word]:
     words: list[Word] = ["vllm", "serve", served.target, *served.arguments]
     if served.own_code:
@@ -304,7 +323,15 @@ ENGINE = Engine(
     # Two model runners look for the captured layers in different places. No launch option overrides this: the keys of
     # --hf-overrides apply only to the target:
     # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/speculative.py#L1084-L1107
-    runners=(Runner("vllm-v1", _in_v1, _states), Runner("vllm-v2", _in_v2, _states)),
+    runners=(
+        # Beyond the head's own max_model_len V1 drafts nothing, for the whole batch, and says nothing:
+        # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/worker/gpu_model_runner.py#L4288-L4301
+        # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/worker/gpu_model_runner.py#L4454-L4465
+        Runner("vllm-v1", _in_v1, _states, drafts_to=_own_length),
+        # V2 knows only the server's max_model_len:
+        # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/worker/gpu/spec_decode/speculator.py#L119-L120
+        Runner("vllm-v2", _in_v2, _states, serves_to=_served_by_v2),
+    ),
     captures=CAPTURES,
     launch=Launch(_words, "serve-vllm.sh", lambda _, served: f"{escape.command(_words(served))}\n"),
     # It shows its counters only if it speculates.

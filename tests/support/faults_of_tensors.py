@@ -131,6 +131,8 @@ OF_TENSORS = (
           target=TARGET | {"max_position_embeddings": 4096}),
     Fault("a target of a longer context, for SGLang", "K167", GQA_SGLANG,
           target=TARGET | {"max_position_embeddings": 4096}),
+    Fault("a target of a longer context, for vLLM's V1 runner", "K215", GQA_VLLM,
+          target=TARGET | {"max_position_embeddings": 4096}),
     Fault("a target of a longer context than YaRN reaches, for vLLM", "K167", SHORT_YARN,
           target=TARGET | {"max_position_embeddings": 4096}),
     Fault("a target of another vocabulary", "K180", GQA_VLLM, target=TARGET | {"vocab_size": 65}),

@@ -14,12 +14,13 @@ from support.fault import GQA_TRT, GQA_VLLM, MLA_VLLM, MODELOPT_GQA, REDUCED, Fa
 from support.faults import FAULTS
 from support.good_heads import GOOD, Good
 from support.heads import GQA, MLA, TARGET
+from support.published import EAGLE3
 
 from kconv.checkpoint.manifest import Hints
 from kconv.checkpoint.source import Folder
 from kconv.engines import BY_NAME
 from kconv.engines.registry import asked
-from kconv.head.spec import Rope, Yarn
+from kconv.head.spec import Linear, Rope, Yarn
 from kconv.targets.config import parse_target_config
 from kconv.validate.report import Finding, Report
 from kconv.validate.rules.rule import SGLANG, TRTLLM, VLLM_V1, VLLM_V2
@@ -193,6 +194,55 @@ def test_a_table_of_angles_is_as_long_as_the_engine_makes_it(layout, spec, conte
     folder = Good("", layout, spec, tuple(engines)).write(tmp_path / "head")
     found = check(folder, Checks(tuple(engines), target=target)).findings
     assert {f.rule for f in found} & {"K166", "K167", "K169"} == rules
+
+
+# https://huggingface.co/meta-llama/Llama-3.1-8B-Instruct/blob/main/config.json, dims cut; the head states 2048.
+LLAMA31 = TARGET | {"model_type": "llama", "num_hidden_layers": 32, "max_position_embeddings": 131072}
+
+
+@pytest.mark.parametrize(
+    "context, told, served",
+    [(131072, None, 131072), (2048, None, None), (131072, 8192, 8192), (None, 8192, 8192), (None, None, None)],
+)
+def test_of_safeailabs_llama_head_it_is_said_that_vllm_stops_drafting(context, told, served, tmp_path: Path):
+    """V1 drafts to the head's max_position_embeddings; V2, which raises it to the context, is not accused."""
+    folder = EAGLE3["SafeAILab, Llama-3.1"].write(tmp_path / "head")
+    target = parse_target_config(LLAMA31 | {"max_position_embeddings": context}) if context else None
+    hints = Hints(target_layers=32, max_positions=told)
+    report = check(folder, Checks(asked()["vllm"], hints=hints, target=target))
+    found = [f for f in report.findings if "position" in f.where]
+    assert [(f.rule, f.severity, f.engines) for f in found] == [("K215", "warning", (VLLM_V1,))] * bool(served)
+    assert all(f"at most 2048 tokens; the context is {served}" in f.message for f in found)
+    assert all(f"--max-positions {served} " in f.fix and "than 2048" in f.fix for f in found)
+
+
+@pytest.mark.parametrize(
+    "spec, change, context, said",
+    [
+        # The classes of transformers that read a config without the key: LlamaConfig and DeepseekV3Config.
+        (GQA, put(max_position_embeddings=...), 4096, {"K215": "most 2048 tokens"}),
+        (MLA, put(max_position_embeddings=...), 262144, {"K215": "most 4096 tokens", "K167": "4096 positions"}),
+        (replace(GQA, rope=Rope(1e4, Linear(4.0))), put(), 4096, {}),
+        (replace(GQA, rope=Rope(1e4, Linear(2.0))), put(), 4096, {"K215": "most 2048 tokens"}),
+        # In 0.32 V2 reads past YaRN's end; from 0.33 on it serves what the head states.
+        (
+            SHORT,
+            put(),
+            513,
+            {"K215": "most 512 tokens", "K167": "the context is 513: 0.32"},
+        ),
+        (SHORT, put(max_position_embeddings=256), 512, {"K215": "most 256", "K167": "the context is 512: from 0.33"}),
+    ],
+)
+def test_vllms_runners_go_by_what_the_head_states(spec, change, context, said, tmp_path: Path):
+    folder = write(tmp_path / "head", Good("", "vllm", spec, ()), change)
+    hints = Hints(target_layers=9, max_positions=context)
+    found = check(folder, Checks(asked()["vllm"], hints=hints)).findings
+    positions = {f.rule: (f.engines, f.message) for f in found if f.rule in ("K157", "K215", "K167")}
+    assert {rule: engines for rule, (engines, _) in positions.items()} == {
+        rule: {"K215": (VLLM_V1,), "K167": (VLLM_V2,)}[rule] for rule in said
+    }
+    assert all(words in positions[rule][1] for rule, words in said.items())
 
 
 def test_a_list_that_the_user_explains_is_decided(tmp_path: Path):

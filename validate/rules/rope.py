@@ -8,10 +8,10 @@ from typing import Any
 
 from ...convert.rope import PLACES, read_rope, stated_places
 from ...engines import vllm
-from ...engines.base import rows_as_stated
+from ...engines.base import UNSTATED_POSITIONS, rows_as_stated, unlimited
 from ...engines.registry import engines
 from ...errors import KconvError
-from ...head.spec import Gqa, Rope, Yarn
+from ...head.spec import Gqa, HeadSpec, Rope, Yarn
 from .head import HeadSubject
 from .rule import ENGINES, SGLANG, TRTLLM, VLLM, Found, Rule, readers
 
@@ -57,31 +57,71 @@ def rope_not_the_targets(subject: HeadSubject) -> Iterator[Found]:
 _rows_in_vllm = vllm.ENGINE.rope_rows
 # Engines whose RoPE table is as long as max_position_embeddings.
 AS_STATED = tuple(name for engine in engines() if engine.rope_rows is rows_as_stated for name in engine.runner_names)
+RUNNERS = tuple(runner for engine in engines() for runner in engine.runners)
+DRAFTS_TO = tuple(runner.name for runner in RUNNERS if runner.drafts_to is not unlimited)
+SERVES_TO = tuple(runner.name for runner in RUNNERS if runner.serves_to is not unlimited)
+
+
+def _served(subject: HeadSubject) -> tuple[HeadSpec | None, int | None]:
+    """Return the head as engines read its max_position_embeddings, and the context to serve, if known.
+
+    --max-positions is the user's context, not what the file states.
+    """
+    if (spec := subject.spec) is None:
+        return None, None
+    stated = subject.flat.get("max_position_embeddings")
+    if stated is None:
+        stated = UNSTATED_POSITIONS[type(spec.attention)]
+    elif not isinstance(stated, int):
+        stated = spec.max_positions
+    context = subject.hints.max_positions or (subject.target.max_positions if subject.target else None)
+    return replace(spec, max_positions=stated), context
+
+
+def _longer(spec: HeadSpec, context: int, limit: float) -> str:
+    """Return how to serve a context that is longer than a limit that follows from a head's config."""
+    within, less = spec.rope.within(context), f"serve no longer context than {limit}"
+    if within > limit:
+        return f"Convert the head with --max-positions {within} (e.g. kconv to-vllm), or {less}."
+    return f"{less.capitalize()}, or use another head if you need it."
 
 
 def positions_short(subject: HeadSubject) -> Iterator[Found]:
-    spec, target = subject.spec, subject.target
-    if spec is None or target is None:
+    spec, context = _served(subject)
+    if spec is None or context is None:
         return
-    if subject.engines.intersection(AS_STATED) and spec.max_positions < target.max_positions:
-        yield Found(
-            "config.json: max_position_embeddings",
-            f"{spec.max_positions} positions, but the target has {target.max_positions}",
-        )
-    if subject.engines.intersection(VLLM) and _rows_in_vllm(spec) < target.max_positions:
-        yield Found(
-            "config.json: rope_scaling",
-            f"YaRN reaches {_rows_in_vllm(spec)} positions, but the target has {target.max_positions}: vLLM 0.32 reads"
-            " past its table, and from 0.33 on the server accepts no longer prompts",
-            "Serve no longer context than that (vllm serve --max-model-len), or use another head if you need it.",
-        )
+    stated = spec.max_positions
+    if subject.engines.intersection(AS_STATED) and stated < context:
+        said = f"{stated} positions, but the context is {context}"
+        yield Found("config.json: max_position_embeddings", said, _longer(spec, context, stated), AS_STATED)
+    for runner in RUNNERS:
+        if runner.name in subject.engines and (limit := runner.serves_to(spec)) < context:
+            past = "0.32 reads past its table, and " if _rows_in_vllm(spec) < context else ""
+            said = f"{limit} positions with YaRN, but the context is {context}: {past}from 0.33 on the server accepts"
+            fix = _longer(spec, context, limit)
+            yield Found("config.json: rope_scaling", f"{said} no longer prompts", fix, (runner.name,))
+
+
+def positions_undrafted(subject: HeadSubject) -> Iterator[Found]:
+    spec, context = _served(subject)
+    if spec is None or context is None:
+        return
+    for runner in RUNNERS:
+        if runner.name in subject.engines and (limit := runner.drafts_to(spec)) < context:
+            yield Found(
+                "config.json: max_position_embeddings",
+                f"{runner.name} drafts only while every sequence of the batch, drafts included, has at most"
+                f" {limit} tokens; the context is {context}",
+                _longer(spec, context, limit),
+                (runner.name,),
+            )
 
 
 def positions_below_yarn(subject: HeadSubject) -> Iterator[Found]:
-    spec = subject.spec
+    spec, context = _served(subject)
     scaling = spec.rope.scaling if spec else None
-    # With a target, K167 is more precise.
-    if spec and subject.target is None and isinstance(scaling, Yarn) and 2 * spec.max_positions <= scaling.reach:
+    # With a context, K215 and K167 are more precise.
+    if spec and context is None and isinstance(scaling, Yarn) and 2 * spec.max_positions <= scaling.reach:
         yield Found(
             "config.json: max_position_embeddings",
             f"{spec.max_positions} positions, but the head's own YaRN reaches {scaling.reach}",
@@ -221,7 +261,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "positions-short",
         "warning",
         "The head's table of angles is shorter than its target's context. TensorRT-LLM reads past its end, and SGLang"
-        " does not start. With YaRN, vLLM 0.32 reads past it too; from 0.33 on, its V2 runner lowers max_model_len"
+        " does not start. With YaRN, vLLM's V2 runner reads past it too in 0.32; from 0.33 on, it lowers max_model_len"
         " to the head's and says so only in its log.",
         fix="Serve no longer context than the head's, or raise max_position_embeddings to what its RoPE was trained"
         " for.",
@@ -231,14 +271,26 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "(https://github.com/vllm-project/vllm/blob/v0.33.0/vllm/config/vllm.py#L3025-L3051)",
     ),
     Rule(
+        "K215",
+        "positions-undrafted",
+        "warning",
+        "The head's max_position_embeddings are fewer than its target's context. vLLM's V1 runner drafts nothing while"
+        " any sequence of the batch is longer: it serves one token per step and logs nothing.",
+        fix="Convert the head with --max-positions, or serve no longer context than the head's.",
+        engines=DRAFTS_TO,
+        seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/worker/gpu_model_runner.py#L4288-L4301",
+        check=positions_undrafted,
+    ),
+    Rule(
         "K157",
         "positions-below-yarn",
         "warning",
         "The config states at most half of the positions of the head's own YaRN. Beyond them TensorRT-LLM"
-        " reads past the end of its table of angles. SGLang does not start.",
+        " reads past the end of its table of angles, SGLang does not start, vLLM's V1 runner drafts nothing, and from"
+        " 0.33 on its V2 runner lowers max_model_len.",
         fix="State the longest context that you will serve (kconv's conversions take --max-positions), or give"
         " --target.",
-        engines=AS_STATED,
+        engines=tuple(name for name in ENGINES if name in (*AS_STATED, *DRAFTS_TO, *SERVES_TO)),
         seen_in="https://github.com/vllm-project/vllm/issues/48894",
         check=positions_below_yarn,
     ),
