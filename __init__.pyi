@@ -243,7 +243,7 @@ def validate(
     url: str | None = None,
     out: _Path | None = None,
 ) -> Report:
-    """Check HEAD; exit 1 if an engine would fail on it or serve wrong numbers.
+    """Check HEAD; exit 1 if an engine would fail on it or serve wrong numbers, 3 if an option must decide that.
 
     Checks names, shapes, config, known engine faults, and every value. --source compares the bits. --target with
     --prompts measures logits, top-1 agreement and acceptance length on the prompts' own text and on the target's
@@ -264,7 +264,7 @@ def validate(
         for_: Engine that will serve it, or all; by default its layout's; repeatable.
         source: The checkpoint that HEAD was made from, to compare.
         headers_only: Read and download no weights.
-        strict: Exit 1 on warnings too.
+        strict: Fail on warnings and undecided facts too.
         prompts: Held-out prompts: a JSONL, or mt-bench@<commit>. Needs --target, or for a target --source.
         states: Output of kconv states, instead of --prompts.
         draft_tokens: Draft tokens per step (K).
