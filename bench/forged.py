@@ -12,9 +12,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from ..engines.client import Client
 from ..engines.counters import Counts
 from ..errors import AcceptanceForged
+from ..serving.client import Client
 
 # Where servers show their settings: SGLang always, vLLM with VLLM_SERVER_DEV_MODE.
 # https://github.com/vllm-project/vllm/blob/09cb327f1183534adbdf9eee3e438688e75fbe2b/vllm/entrypoints/serve/instrumentator/server_info.py

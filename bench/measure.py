@@ -16,10 +16,10 @@ from typing import Any
 
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.source import Source
-from ..engines.ask import again
-from ..engines.client import Answer, Client, check_told, connect
 from ..engines.counters import Counters, Counts, PerRequest, Totals, check_possible
 from ..errors import ConnectionBroken, CountersDisturbed, CountersMissing, DefinitionsMixed
+from ..serving.ask import again
+from ..serving.client import Answer, Client, check_told, connect
 from ..targets.prompts import Prompt, digest_prompts
 from ..targets.suites import Suite
 from ..validate.held_out import refuse_overlap

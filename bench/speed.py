@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from ..engines.ask import again, ask_each
-from ..engines.client import Client
 from ..errors import EngineFailed
+from ..serving.ask import again, ask_each
+from ..serving.client import Client
 from ..targets.prompts import Prompt
 from .acceptance import Interval, SpeedFigure, SpeedRow
 from .stats import DRAWS, LEVEL

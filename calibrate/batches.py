@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..drafters.chain import count_chains
+from ..drafters.spec import HeadSpec
 from ..errors import CalibrationInvalid
-from ..head.chain import count_chains
-from ..head.spec import HeadSpec
 
 STEPS = 3
 """Draft steps for calibration and measurement: the K that heads are mostly served with."""

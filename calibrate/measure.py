@@ -7,7 +7,7 @@ step's. Each step of a conversion is fitted on all draft steps.
 
 A converted head compared with the original, on text that neither the fit nor healing saw.
 
-Sampled acceptance is the sum of min(p, q), in expectation over every position (`head.chain`). The two heads are
+Sampled acceptance is the sum of min(p, q), in expectation over every position (`drafters.chain`). The two heads are
 compared position by position, and the standard error is that of the mean over sequences, since adjacent positions share
 their text.
 """
@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..head.attention import ChainContext, Context
-from ..head.chain import lengths, overlap_at, served_shares, unroll
-from ..head.forward import DraftHead
+from ..drafters.attention import ChainContext, Context
+from ..drafters.chain import lengths, overlap_at, served_shares, unroll
+from ..drafters.forward import DraftHead
 from .batches import STEPS, Batch, Calibration, in_pieces
 from .retention import Retention
 
@@ -86,7 +86,7 @@ class Watched:
         self.heads = torch.empty(0)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """See `head.attention.Context.attend`."""
+        """See `drafters.attention.Context.attend`."""
         output = self._inner.attend(layer, query, key, value, scale)
         self.heads = output.transpose(1, 2).flatten(2)
         return output

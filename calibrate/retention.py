@@ -106,7 +106,7 @@ def conversion_record(
         rows: rows in the fit, chains times draft steps.
         details: choices that the fit made.
         heal_steps: healing steps.
-        fingerprint: of the measured head; see `head.fingerprint`.
+        fingerprint: of the measured head; see `drafters.fingerprint`.
     """
     from ..checkpoint.manifest import ConversionRecord
     from .batches import digest_rows

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.source import Source
+from ..drafters.spec import HeadSpec
 from ..errors import CalibrationInvalid
-from ..head.spec import HeadSpec
 from ..targets.config import TargetConfig, read_target_config
 from ..targets.prompts import read_prompts
 from ..targets.states import StoredStates, open_states

@@ -162,7 +162,7 @@ class ConversionRecord(Record):
         heal_steps: gradient descent steps towards the original and what the target accepts.
         held_out: figures on text that neither the fit nor healing used; lengths include the bonus token.
         details: choices that the fit made.
-        fingerprint: outputs of the measured head on fixed inputs; see `head.fingerprint`. Empty if not computed.
+        fingerprint: outputs of the measured head on fixed inputs; see `drafters.fingerprint`. Empty if not computed.
         before: the record of the source head, if that was an approximation itself.
     """
 

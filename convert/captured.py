@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..checkpoint.manifest import Hints
+from ..drafters.contract import Problems
 from ..engines.keys import CONVENTION, IDS, INPUTS, NESTED, OUTPUTS, TOP
 from ..errors import CapturedUndecided, ConfigInvalid, KconvError, Problem
-from ..head.contract import Problems
 
 EAGLE = "eagle_config"
 # The rules about unknown captured layers, and about user options that contradict the head's own files.

@@ -10,10 +10,10 @@ from typing import Any
 from ..checkpoint.formats import CONFIG_KEY
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.manifest import Hints, Unverified
+from ..drafters.contract import Problems, problem_of
+from ..drafters.spec import Gqa, HeadSpec, Mla, Norms, Rope, Tokens, Yarn
 from ..engines.keys import BALLAST, COMMON, ELSEWHERE, FIXED, GQA, MLA, NESTED, TOP, ConfigTable, Key
 from ..errors import ConfigInvalid, ConfigUnsupported, KconvError, Problem
-from ..head.contract import Problems, problem_of
-from ..head.spec import Gqa, HeadSpec, Mla, Norms, Rope, Tokens, Yarn
 from .captured import EAGLE, Captured, read_captured
 from .facts import FACTS, TARGETS_DEPTH, stored_layers
 from .quantized import has_scales

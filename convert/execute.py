@@ -27,10 +27,10 @@ from ..checkpoint.pickles import PICKLE
 from ..checkpoint.schema import MAX_YAML, read_bounded
 from ..checkpoint.staging import staged
 from ..checkpoint.values import Values
+from ..drafters.slots import needs
 from ..engines.base import Deployment, needs_code
 from ..engines.registry import launch_files
 from ..errors import ConfigInvalid, TensorValue
-from ..head.slots import needs
 from .plan import Plan, Step
 from .provenance import count_parameters, read_provenance
 from .read import Head, read_slot

@@ -10,8 +10,8 @@ from typing import Any
 
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.manifest import FactValue, Hints
+from ..drafters.spec import HeadSpec
 from ..errors import Problem
-from ..head.spec import HeadSpec
 from ..targets.config import TargetConfig
 from .captured import UNDECIDED, default_formula, readings
 from .rope import DEFAULT_THETA, states_theta

@@ -6,10 +6,10 @@ from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.manifest import Hints, mismatch
 from ..checkpoint.source import Source
+from ..drafters.spec import HeadSpec
 from ..engines import by_name
 from ..engines.layout import Layout
 from ..errors import KconvError, Problem, TargetInvalid
-from ..head.spec import HeadSpec
 from ..targets.config import TargetConfig, read_target_config
 from .provenance import Origin, made_from
 from .read import Head, claim_tensors, read_head

@@ -15,13 +15,13 @@ from ..checkpoint.folder import read_json
 from ..checkpoint.formats import CONFIG_KEY, HEAD_SCALES
 from ..checkpoint.header import TensorInfo, byte_size
 from ..checkpoint.manifest import Action, ConversionRecord
+from ..drafters.contract import FLOATS, Expected
+from ..drafters.slots import needs
+from ..drafters.spec import HeadSpec
 from ..engines.layout import Layout, Stored, stored
 from ..engines.moves import Same
 from ..engines.registry import writable
 from ..errors import LayoutCannot
-from ..head.contract import FLOATS, Expected
-from ..head.slots import needs
-from ..head.spec import HeadSpec
 from .computed import Computed, from_target, rounded
 from .config import carry, refuse_unstated
 from .quantized import add_scales, names_beside, refuse_renaming

@@ -10,8 +10,8 @@ from typing import Any
 
 from ..checkpoint.manifest import MANIFEST, ConversionRecord, Manifest, Parameters, TensorRecord, read_manifest
 from ..checkpoint.source import Source
+from ..drafters.slots import needs
 from ..errors import KconvError, ManifestMismatch
-from ..head.slots import needs
 from .plan import Plan, Step
 from .read import Head, read_slot
 from .shared import SLOTS, count_copies

@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from ..checkpoint.formats import CONFIG_KEY, HEAD_SCALES, OF_HEADS
 from ..checkpoint.header import TensorInfo
+from ..drafters.contract import Expected, Problems
 from ..engines.layout import Stored
 from ..engines.moves import Same
 from ..errors import LayoutCannot, TensorMissing
-from ..head.contract import Expected, Problems
 
 
 def has_scales(names: Iterable[str]) -> bool:

@@ -12,6 +12,9 @@ from ..checkpoint.folder import Checkpoint
 from ..checkpoint.formats import CONFIG_KEY, HEAD_SCALES, SIDE_FILE
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.manifest import Hints
+from ..drafters.contract import FLOATS, Problems, check_d2t, compare, problem_of, summarize
+from ..drafters.slots import INTEGER, needs
+from ..drafters.spec import HeadSpec
 from ..engines import detect
 from ..engines.layout import Layout, Stored, ignorable, readable, unclaimed
 from ..errors import (
@@ -25,9 +28,6 @@ from ..errors import (
     TensorUnknown,
     UnknownLayout,
 )
-from ..head.contract import FLOATS, Problems, check_d2t, compare, problem_of, summarize
-from ..head.slots import INTEGER, needs
-from ..head.spec import HeadSpec
 from .captured import Captured
 from .config import ReadConfig, find_config
 from .facts import Undecided, find_undecided

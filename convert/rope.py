@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
+from ..drafters.contract import Problems
+from ..drafters.spec import Rope
 from ..engines.config import SCALINGS
 from ..errors import ConfigInvalid, ConfigUnsupported
-from ..head.contract import Problems
-from ..head.spec import Rope
 
 PLACES = ("rope_scaling", "rope_parameters")
 # The rule for every problem except contradictions.

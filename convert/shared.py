@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from ..checkpoint.bytes import stream
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.source import Folder, Source
+from ..drafters.contract import FLOATS
+from ..drafters.slots import needs
+from ..drafters.spec import HeadSpec
 from ..engines.layout import Layout
 from ..errors import CorruptIndex, KconvError, LayoutCannot, TargetInvalid
-from ..head.contract import FLOATS
-from ..head.slots import needs
-from ..head.spec import HeadSpec
 from ..targets.config import TargetConfig, read_target_config
 from .read import Head
 
@@ -241,7 +241,7 @@ def count_copies(lm_head: TensorInfo, reference: TensorInfo, d2t: Tensor | None)
         return None
     import torch
 
-    from ..head.vocab import target_ids
+    from ..drafters.vocab import target_ids
 
     if d2t is None:
         equal = _count_equal(lm_head, reference, torch.arange(rows))

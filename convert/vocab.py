@@ -16,14 +16,11 @@ from ..checkpoint.folder import Checkpoint
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.manifest import Hints
 from ..checkpoint.tensors import read_tensor, row_blocks
-from ..engines import detect
-from ..engines.layout import Layout, stored, unclaimed
-from ..errors import ConfigUnsupported, LayoutCannot, Problem, TargetInvalid, TensorMissing, TensorValue
-from ..head.contract import FLOATS, check_d2t, compare
-from ..head.filler import LEAN, Filler, make_filler, measure_margin, random_states
-from ..head.slots import INTEGER
-from ..head.spec import HeadSpec
-from ..head.vocab import (
+from ..drafters.contract import FLOATS, check_d2t, compare
+from ..drafters.filler import LEAN, Filler, make_filler, measure_margin, random_states
+from ..drafters.slots import INTEGER
+from ..drafters.spec import HeadSpec
+from ..drafters.vocab import (
     ABSOLUTE,
     EITHER,
     FULL,
@@ -40,6 +37,9 @@ from ..head.vocab import (
     read_ids,
     target_ids,
 )
+from ..engines import detect
+from ..engines.layout import Layout, stored, unclaimed
+from ..errors import ConfigUnsupported, LayoutCannot, Problem, TargetInvalid, TensorMissing, TensorValue
 from .captured import without_lists
 from .computed import Computed, chosen_rows, from_values, spread_rows
 from .config import LEAST_POSITIONS, read_config
@@ -55,7 +55,7 @@ class VocabReport:
     """A head's draft vocabulary.
 
     Attributes:
-        kind: one of the constants of `head.vocab`.
+        kind: one of the constants of `drafters.vocab`.
         order: "ascending" or "unsorted"; empty if there is no map.
         vocab, draft_vocab: from the config.
         lm_head_rows: rows on disk; None if the head shares the target's lm_head.
@@ -342,7 +342,7 @@ def prune(
         LayoutCannot: the head already has a reduced vocabulary.
         TensorMissing: the head has no lm_head of its own. Also see `read_head`.
         TargetInvalid: the text's tokens come from another vocabulary than the head's.
-        ConfigInvalid: see `head.vocab.keep_most_frequent`.
+        ConfigInvalid: see `drafters.vocab.keep_most_frequent`.
         ConfigUnsupported: lm_head is quantized.
     """
     head = read_head(checkpoint, layout=layout, hints=hints)
@@ -446,7 +446,7 @@ ROUNDING = 1e-9  # in logits; fp64's rounding of a zero distance to the hull
 def expand(checkpoint: Checkpoint, layout: Layout | None, hints: Hints) -> Plan:
     """Plan a head with a row for each token of the target, from one with a reduced vocabulary.
 
-    Tokens that the head could not draft get a row that is never the only argmax (`head.filler`).
+    Tokens that the head could not draft get a row that is never the only argmax (`drafters.filler`).
 
     Raises:
         LayoutCannot: the head has a full vocabulary.

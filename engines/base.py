@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..drafters.spec import Gqa, HeadSpec, Mla
 from ..escape import Word
-from ..head.spec import Gqa, HeadSpec, Mla
 from .counters import Counters, PerRequest
 from .layout import Layout
 

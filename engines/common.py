@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..head.spec import Gqa, HeadSpec, Mla, Yarn
+from ..drafters.spec import Gqa, HeadSpec, Mla, Yarn
 from .layout import Limit, Row
 from .moves import Stack
 

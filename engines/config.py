@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..checkpoint.header import TORCH_NAMES
-from ..head.spec import HeadSpec, Linear, Llama3, Mla, Rope, Yarn
+from ..drafters.spec import HeadSpec, Linear, Llama3, Mla, Rope, Yarn
 from .keys import COMMON, GQA, MLA
 
 # Where rope_scaling and rope_parameters hold each scaling's parameters.

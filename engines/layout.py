@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
-from ..head.contract import Expected, dtypes_of
-from ..head.slots import SLOTS, layers_of, needs
-from ..head.spec import HeadSpec
+from ..drafters.contract import Expected, dtypes_of
+from ..drafters.slots import SLOTS, layers_of, needs
+from ..drafters.spec import HeadSpec
 from .keys import ConfigTable
 from .moves import Move, Same
 

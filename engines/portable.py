@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..head.spec import HeadSpec
+from ..drafters.spec import HeadSpec
 from . import sglang, trtllm, vllm
 from .common import HIDDEN, INPUT, eagle_config, head_rows
 from .config import identity, write_keys

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..errors import CountersMissing, DefinitionsMixed, EngineUnknown, PluginInvalid, UnknownLayout
 
 if TYPE_CHECKING:
-    from ..head.spec import HeadSpec
+    from ..drafters.spec import HeadSpec
     from .base import Deployment, Engine
     from .counters import Counters
     from .layout import Layout

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.formats import NVFP4
+from ..drafters.spec import Gqa, HeadSpec, Mla
+from ..drafters.yarn import cos_sin_factor, m
 from ..errors import CountersDisturbed, CountersMissing
 from ..escape import Word, command
-from ..head.spec import Gqa, HeadSpec, Mla
-from ..head.yarn import cos_sin_factor, m
 from .base import (
     DRAFT_TOKENS,
     HOST,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..head.spec import HeadSpec
+from ..drafters.spec import HeadSpec
 from .common import HIDDEN, MIDLAYER, MIDLAYERS, OUTSIDE, beside, has_midlayer, head_rows, instead, is_mla, later_norm
 from .config import identity, write_keys
 from .keys import CONVENTION, IDS, INPUTS, OUTPUTS, TOP, ConfigTable

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ..drafters.spec import Gqa, HeadSpec
+from ..drafters.yarn import cos_sin_factor, m
 from ..errors import CountersMissing, DefinitionsMixed
 from ..escape import Word, command, terminal
-from ..head.spec import Gqa, HeadSpec
-from ..head.yarn import cos_sin_factor, m
 from .base import DRAFT_TOKENS, Capture, Deployment, Engine, Launch, NullKey
 from .common import (
     HIDDEN,

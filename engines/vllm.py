@@ -14,9 +14,9 @@ from typing import Any
 
 from .. import escape
 from ..checkpoint.folder import read_json
+from ..drafters.spec import Gqa, HeadSpec, Linear, Mla, Yarn
 from ..errors import CountersMissing
 from ..escape import Word
-from ..head.spec import Gqa, HeadSpec, Linear, Mla, Yarn
 from .base import (
     DRAFT_TOKENS,
     HOST,

@@ -205,7 +205,7 @@ class Bench(Reading):
         from ..bench.acceptance import join
         from ..bench.measure import ServerRun, measure_served
         from ..engines.base import Serving
-        from ..engines.serving import serve
+        from ..serving.start import serve
 
         engine, target, python = registry.engine(self.engine or ""), context.source(self.target or ""), self.python
         head = context.source(self.head)

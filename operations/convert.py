@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..calibrate.retention import Retention
     from ..checkpoint.manifest import Manifest
     from ..convert.plan import Plan
-    from ..head.spec import HeadSpec
+    from ..drafters.spec import HeadSpec
 
 Share = Annotated[float, Field(ge=0, le=1)]
 HeadDim = Annotated[Literal["auto", "192", "256"], BeforeValidator(str)]

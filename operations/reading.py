@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..checkpoint.source import Source
     from ..convert.read import Head
     from ..engines.layout import Layout
-    from ..engines.vllm_states import ServedRunner
+    from ..serving.states import ServedRunner
     from ..targets.config import TargetConfig
 
 Count = Annotated[int, Field(ge=1)]
@@ -222,8 +222,8 @@ def serving(context: Context, target: str, url: str | None, shared: str | None, 
         yield None
         return
     from ..checkpoint.tensors import read_tensor
-    from ..engines.client import connect
-    from ..engines.vllm_states import ServedRunner, swept
+    from ..serving.client import connect
+    from ..serving.states import ServedRunner, swept
     from ..targets.model import find_ends
 
     folder = Path(shared or "")

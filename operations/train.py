@@ -17,8 +17,8 @@ from .base import Context, Estimate, Name, Operation, argument, option
 from .reading import Count, Reach, Url, check_data, check_target, check_trusted, refuse_existing_output, serving
 
 if TYPE_CHECKING:
-    from ..head.spec import HeadSpec
-    from ..head.vocab import Coverage
+    from ..drafters.spec import HeadSpec
+    from ..drafters.vocab import Coverage
     from ..targets.config import TargetConfig
     from ..train.job import Pace, TrainJob
     from ..train.plan import TrainPlan

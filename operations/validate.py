@@ -242,7 +242,7 @@ class Validate(Reading):
 
         check_python(self.python, self.engine)
         if self.url:
-            from ..engines.client import connect
+            from ..serving.client import connect
 
             connect(self.url, None, {}, CONNECT_SECONDS)
         for name in self.calibrated_on:

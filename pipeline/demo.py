@@ -30,9 +30,9 @@ from ..checkpoint.staging import refuse_existing, staged
 from ..convert.execute import execute
 from ..convert.plan import WriteOptions, plan
 from ..convert.read import Head, read_head, read_slot
+from ..drafters.baselines import Bigram, count_bigrams
 from ..engines import by_name
 from ..errors import KconvError, TrainingFailed
-from ..head.drafters import Bigram, count_bigrams
 from ..targets.config import TargetConfig, read_target_config
 from ..targets.model import load_target
 from ..targets.tokenizer import Tokenizer, load_tokenizer

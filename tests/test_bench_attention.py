@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kconv.head.attention import CausalContext
-from kconv.head.forward import DraftHead
+from kconv.drafters.attention import CausalContext
+from kconv.drafters.forward import DraftHead
 
 ROOT = Path(__file__).parent.parent
 

@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..drafters.vocab import keep_most_frequent, offsets
 from ..errors import RecipeInvalid, TrainingDataInvalid
-from ..head.vocab import keep_most_frequent, offsets
 from ..targets.dialogues import Sample, encode_row, read_rows
 from ..targets.rows import (
     FEWEST,

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..charts import COLOURS, INK, chart
+from ..drafters.chain import Acceptance, draft_logits, overlap, overlap_acceptance, pool
+from ..drafters.forward import DraftHead
+from ..drafters.slots import needs
+from ..drafters.spec import HeadSpec, Tokens
 from ..engines import by_name
 from ..engines.layout import stored
-from ..head.chain import Acceptance, draft_logits, overlap, overlap_acceptance, pool
-from ..head.forward import DraftHead
-from ..head.slots import needs
-from ..head.spec import HeadSpec, Tokens
 from ..targets.config import TargetConfig
 from .feed import Batch, Feed
 from .module import EagleModel, run_eagle

@@ -22,9 +22,9 @@ from typing import Any, TextIO
 
 from ..checkpoint.schema import MAX_LINES, no_json, parse_json, read_bounded
 from ..checkpoint.staging import alone, writing
-from ..engines.ask import ask_all
-from ..engines.client import BUSY, CONNECT_SECONDS, SHOWN, WRONG, Client, Reply
 from ..errors import ConnectionBroken, EngineFailed, OutputExists, PromptsInvalid, ServerUnreachable
+from ..serving.ask import ask_all
+from ..serving.client import BUSY, CONNECT_SECONDS, SHOWN, WRONG, Client, Reply
 from ..targets.dialogues import read_reasoning
 from ..targets.prompts import Prompt
 

@@ -23,11 +23,11 @@ from ..checkpoint.source import Folder, Source
 from ..checkpoint.tensors import TORCH
 from ..convert.provenance import read_provenance
 from ..convert.read import Head, read_slot
+from ..drafters.spec import HeadSpec
+from ..drafters.vocab import Coverage, measure_coverage, target_ids
 from ..engines import by_name
 from ..engines.layout import Layout, Limit
 from ..errors import LayoutCannot, RecipeInvalid, StatesInvalid
-from ..head.spec import HeadSpec
-from ..head.vocab import Coverage, measure_coverage, target_ids
 from ..targets.config import TargetConfig, read_target_config
 from ..targets.model import Ends, check_memory, find_ends, load_target
 from ..targets.prompts import KEPT

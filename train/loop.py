@@ -20,8 +20,8 @@ from torch.utils.data import Sampler
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
+from ..drafters.spec import HeadSpec
 from ..errors import RecipeInvalid, TrainingFailed
-from ..head.spec import HeadSpec
 from .checkpoints import load_head, load_optimizer, write_head, write_optimizer, writing_checkpoint
 from .evaluate import draft_head, evaluate, head_state
 from .feed import Batch, Feed

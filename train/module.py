@@ -24,9 +24,9 @@ from ..checkpoint.folder import read_json
 from ..checkpoint.header import read_header
 from ..checkpoint.tensors import TORCH, entry, read_tensor
 from ..convert.rope import read_rope
+from ..drafters.spec import Mla
 from ..engines.config import write_rope
 from ..errors import NotACheckpoint, PromptsInvalid, RecipeInvalid, TrainingFailed
-from ..head.spec import Mla
 from ..targets.forward import States
 from ..targets.model import CausalLM, load_target
 from .decoder import served_decoders

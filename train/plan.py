@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
-from ..head.slots import needs
-from ..head.spec import Mla
+from ..drafters.slots import needs
+from ..drafters.spec import Mla
 from ..targets.config import TargetConfig
 from .evaluate import spec_of
 from .lean import FEWEST_TOKENS, LOGIT_BYTES

@@ -15,8 +15,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from ..checkpoint.schema import MAX_YAML, in_words, line_of, no_such_key, parse_yaml, read_bounded
 from ..convert.captured import default_outputs
 from ..convert.rope import read_rope
+from ..drafters.spec import Gqa, HeadSpec, Linear, Llama3, Mla, Norms, Rope, Yarn
 from ..errors import RecipeInvalid
-from ..head.spec import Gqa, HeadSpec, Linear, Llama3, Mla, Norms, Rope, Yarn
 from ..targets.config import TargetConfig
 
 

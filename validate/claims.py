@@ -18,9 +18,9 @@ from ..checkpoint.folder import Checkpoint, read_json
 from ..checkpoint.manifest import MANIFEST, Manifest, mismatch
 from ..checkpoint.schema import parse_json
 from ..convert.read import Head, read
+from ..drafters.slots import needs
 from ..engines import by_name
 from ..errors import ManifestMismatch
-from ..head.slots import needs
 
 # Where kconv's own trainer puts its record, in the folder of ModelOpt's module.
 MODULE, REPORT = "modelopt", "training.json"

@@ -18,9 +18,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..errors import TargetInvalid
-from ..head.chain import Acceptance, count_chains, draft_logits, greedy_acceptance, overlap, overlap_acceptance, pool
-from ..head.drafters import (
+from ..drafters.baselines import (
     Bigram,
     bigram_drafts,
     bigram_overlap,
@@ -29,7 +27,17 @@ from ..head.drafters import (
     distinct_ngrams,
     lookup_drafts,
 )
-from ..head.forward import DraftHead
+from ..drafters.chain import (
+    Acceptance,
+    count_chains,
+    draft_logits,
+    greedy_acceptance,
+    overlap,
+    overlap_acceptance,
+    pool,
+)
+from ..drafters.forward import DraftHead
+from ..errors import TargetInvalid
 from ..targets.forward import States, run_target
 from .figures import AcceptanceFigures, ParityFigures, PartFigures, StepFigures, TextFigures
 from .parts import Parts
@@ -266,7 +274,7 @@ class Drafter:
 
     Attributes:
         logits: from tokens `[B, T]` and the target's states for them to `[K, B, T', draft_vocab]`, in the alignment of
-            `head.chain`.
+            `drafters.chain`.
         target_ids: `[draft_vocab]`, the target id of each draft id.
     """
 

@@ -19,9 +19,9 @@ from ..checkpoint.source import Source
 from ..checkpoint.tensors import read_tensor
 from ..convert.read import Head, read_weights
 from ..convert.rope import read_rope
+from ..drafters.fingerprint import difference, fingerprint
+from ..drafters.forward import DraftHead
 from ..errors import KconvError, ManifestMismatch, NotACheckpoint, PromptsInvalid, StatesInvalid, TargetInvalid
-from ..head.fingerprint import difference, fingerprint
-from ..head.forward import DraftHead
 from ..quantize.head.served import RoundedHead, read_served
 from ..targets.config import TargetConfig, read_target_config
 from ..targets.forward import States, run_target

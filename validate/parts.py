@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..head.attention import CausalContext, rms_norm
-from ..head.forward import DraftHead
+from ..drafters.attention import CausalContext, rms_norm
+from ..drafters.forward import DraftHead
 from .figures import PartFigures, TextKind
 
 PARTS = ("fc", "norms", "attention", "mlp", "lm_head")

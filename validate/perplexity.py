@@ -21,8 +21,8 @@ from ..checkpoint.folder import Checkpoint, open_checkpoint
 from ..checkpoint.formats import INPUT_SCALE, fused_group
 from ..checkpoint.source import Source
 from ..checkpoint.tensors import read_rows, read_tensor
+from ..drafters.attention import rms_norm
 from ..errors import PromptsInvalid
-from ..head.attention import rms_norm
 from ..quantize.calibrate import LayerLinears, Layers
 from ..quantize.experts import must_part
 from ..quantize.head.formats import NVFP4

@@ -23,9 +23,9 @@ from torch import Tensor
 from ..checkpoint.manifest import FactValue
 from ..convert.facts import BASES, FACTS, measurable, phrase
 from ..convert.read import Head
-from ..head.chain import Acceptance, pool
-from ..head.forward import DraftHead
-from ..head.spec import Gqa, HeadSpec, Mla, Rope
+from ..drafters.chain import Acceptance, pool
+from ..drafters.forward import DraftHead
+from ..drafters.spec import Gqa, HeadSpec, Mla, Rope
 from ..targets.config import TargetConfig
 from ..targets.forward import States
 from .figures import ReadingFigures, ReadingsDecided, TextKind

@@ -15,9 +15,9 @@ from ..checkpoint.header import TensorInfo, byte_size
 from ..checkpoint.manifest import MANIFEST, hold, read_manifest, wanted_digests
 from ..convert.provenance import Origin
 from ..convert.read import Head, read_slot
+from ..drafters.slots import needs
 from ..engines.moves import Same, Stack
 from ..errors import KconvError
-from ..head.slots import needs
 from .report import Finding
 from .rules.comparisons import FLOOR
 from .rules.head import HeadSubject

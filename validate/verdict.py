@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..calibrate.retention import GREEDY_SIGMAS
 from ..checkpoint.manifest import MANIFEST, ConversionRecord
-from ..head.fingerprint import TOLERANCE
+from ..drafters.fingerprint import TOLERANCE
 from .figures import AcceptanceFigures
 from .measure import Measured
 from .report import Finding
@@ -72,7 +72,7 @@ def judge_retention(measured: Iterable[Measured], claim: Claim | None, least: fl
 
 
 def judge_fingerprint(apart: float | None) -> Iterator[Finding]:
-    """Find a folder that does not compute what the measured head did; see `head.fingerprint`."""
+    """Find a folder that does not compute what the measured head did; see `drafters.fingerprint`."""
     if apart is not None and not apart <= TOLERANCE:
         said = f"its logits on fixed inputs differ by {apart:.1e} from those of the head in {MANIFEST}"
         yield _finding("K362", MANIFEST, f"{said}, but rounding explains at most {TOLERANCE:.0e}")

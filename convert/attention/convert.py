@@ -23,13 +23,13 @@ from ...checkpoint.manifest import Manifest
 from ...checkpoint.source import Source
 from ...checkpoint.staging import refuse_existing
 from ...checkpoint.tensors import TORCH, read_tensor
+from ...drafters.fingerprint import fingerprint
+from ...drafters.forward import DraftHead
+from ...drafters.rope import partial_factor, rotary_dims
+from ...drafters.slots import needs
+from ...drafters.spec import Gqa, HeadSpec, Mla
 from ...engines.layout import Layout
 from ...errors import TensorValue
-from ...head.fingerprint import fingerprint
-from ...head.forward import DraftHead
-from ...head.rope import partial_factor, rotary_dims
-from ...head.slots import needs
-from ...head.spec import Gqa, HeadSpec, Mla
 from ..computed import Computed
 from ..config import refuse_unstated
 from ..execute import execute

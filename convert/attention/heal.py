@@ -34,9 +34,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ...calibrate.batches import STEPS, Batch, Calibration, in_pieces
 from ...calibrate.measure import WatchedInputs
+from ...drafters.chain import count_chains, overlap_at, served_shares, unroll
+from ...drafters.forward import DraftHead
 from ...errors import TrainingFailed
-from ...head.chain import count_chains, overlap_at, served_shares, unroll
-from ...head.forward import DraftHead
 from .moments import Moments, factor
 from .swap import GQA_SLOTS, MLA_SLOTS
 
@@ -51,8 +51,8 @@ class Loss:
     Attributes:
         apart: its distance from the original: `KL(original || student)` of the drafted tokens, and `HIDDEN` times the
             relative squared error of the hidden state that is passed on.
-        refused: minus the logarithm of the share of its drafts that the target accepts (`head.chain.overlap`), as in
-            LK losses (https://arxiv.org/abs/2602.23881): of all heads that a small latent allows, the nearest one is
+        refused: minus the logarithm of the share of its drafts that the target accepts (`drafters.chain.overlap`), as
+            in LK losses (https://arxiv.org/abs/2602.23881): of all heads that a small latent allows, the nearest one is
             not the one that the target accepts most.
     """
 

@@ -43,9 +43,9 @@ from torch import Tensor
 
 from ...calibrate.batches import STEPS, Batch, Calibration, Part, in_pieces
 from ...calibrate.measure import trace
-from ...head.attention import ChainContext
-from ...head.chain import along_chains
-from ...head.forward import DraftHead
+from ...drafters.attention import ChainContext
+from ...drafters.chain import along_chains
+from ...drafters.forward import DraftHead
 from .moments import DTYPE, RIDGES, Moments, choose, root
 from .rotary import Split
 from .swap import Latents, Shape
@@ -72,7 +72,7 @@ class _Leaves:
         self.entries: list[tuple[Tensor, Tensor]] = []
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """See `head.attention.Context.attend`."""
+        """See `drafters.attention.Context.attend`."""
         key, value = key.detach().requires_grad_(), value.detach().requires_grad_()
         self.entries.append((key, value))
         return self._inner.attend(layer, query, key, value, scale)

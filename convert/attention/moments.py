@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ...calibrate.batches import Calibration
 from ...calibrate.measure import run_both
-from ...head.forward import DraftHead
+from ...drafters.forward import DraftHead
 
 # The dtype for converting an attention, until the head is assembled.
 DTYPE = torch.float64

@@ -34,10 +34,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ...drafters.rope import inverse_frequencies, rotary_dims
+from ...drafters.spec import Gqa, Rope, Yarn
+from ...drafters.yarn import cos_sin_factor, softmax_scale
 from ...errors import LayoutCannot
-from ...head.rope import inverse_frequencies, rotary_dims
-from ...head.spec import Gqa, Rope, Yarn
-from ...head.yarn import cos_sin_factor, softmax_scale
 from ..rope import LARGEST_THETA
 from .moments import root
 from .swap import Attention

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from ...drafters.slots import needs
+from ...drafters.spec import Gqa, HeadSpec, Mla, Rope
 from ...errors import LayoutCannot
-from ...head.slots import needs
-from ...head.spec import Gqa, HeadSpec, Mla, Rope
 
 # torch is imported where needed: refusing a head that cannot be converted takes less time than the import.
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ...head.forward import DraftHead
+    from ...drafters.forward import DraftHead
 
 Kind = Literal["mha", "mla"]
 
@@ -85,7 +85,7 @@ def attention_of(head: DraftHead) -> Attention:
 
 def with_attention(head: DraftHead, attention: Attention) -> DraftHead:
     """Return a head with another attention, and its other weights unchanged."""
-    from ...head.forward import DraftHead
+    from ...drafters.forward import DraftHead
 
     spec = replace(head.spec, attention=attention.dims, rope=attention.rope)
     dtype = head.weights["fc"].dtype

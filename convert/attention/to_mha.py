@@ -29,7 +29,7 @@ With linear maps L_q and L_kv in place of the normed latents, `q_a_layernorm(q_a
 * a value head is [v | zeros], and o_proj has a column of zeros for each of these;
 * MLA scales its softmax by `(nope + rope) ** -0.5` and YaRN's `m(mscale_all_dim) ** 2`, MHA by `head_dim ** -0.5`: the
   quotient goes into the queries, and so does the quotient of their factors of cos and sin. The config keeps
-  mscale and mscale_all_dim: without them readers would scale cos and sin of an MHA head by `m(1)` (`head.yarn`).
+  mscale and mscale_all_dim: without them readers would scale cos and sin of an MHA head by `m(1)` (`drafters.yarn`).
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from torch import Tensor
 
 from ...calibrate.batches import Calibration
 from ...calibrate.measure import trace
+from ...drafters.attention import rms_norm
+from ...drafters.forward import DraftHead
+from ...drafters.rope import partial_factor
+from ...drafters.spec import Gqa, Mla
+from ...drafters.yarn import cos_sin_factor, softmax_scale
 from ...errors import LayoutCannot
-from ...head.attention import rms_norm
-from ...head.forward import DraftHead
-from ...head.rope import partial_factor
-from ...head.spec import Gqa, Mla
-from ...head.yarn import cos_sin_factor, softmax_scale
 from .moments import Moments, refit_output
 from .swap import Attention, attention_of, with_attention
 

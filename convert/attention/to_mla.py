@@ -25,12 +25,12 @@ from torch import Tensor
 
 from ...calibrate.batches import Calibration, Part, in_pieces
 from ...calibrate.measure import run_both, trace
-from ...head.attention import CausalContext, hide_future, repeat_heads, softmax
-from ...head.chain import unroll
-from ...head.forward import DraftHead
-from ...head.rope import partial_factor, rotary_dims
-from ...head.spec import Gqa, Mla, Rope
-from ...head.yarn import cos_sin_factor, softmax_scale
+from ...drafters.attention import CausalContext, hide_future, repeat_heads, softmax
+from ...drafters.chain import unroll
+from ...drafters.forward import DraftHead
+from ...drafters.rope import partial_factor, rotary_dims
+from ...drafters.spec import Gqa, Mla, Rope
+from ...drafters.yarn import cos_sin_factor, softmax_scale
 from .latents import Gauge, Metric, factorize_both, fit_latents, measure_costs
 from .moments import Moments, factor, refit_output
 from .rotary import Ladder, Options, Split, find_ladders, lengthen, split_rotary
@@ -144,7 +144,7 @@ class Distances:
         self.weight = torch.zeros(0, 0)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """See `head.attention.Context.attend`."""
+        """See `drafters.attention.Context.attend`."""
         scores = hide_future(query @ repeat_heads(key, query).transpose(-1, -2) * scale)
         weights = softmax(scores).sum(0, dtype=torch.float64)
         length = weights.shape[-1]

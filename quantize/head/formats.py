@@ -26,9 +26,9 @@ from torch import Tensor
 
 from ...checkpoint import formats
 from ...checkpoint.formats import StoredFormat, fused_group
+from ...drafters.slots import needs
+from ...drafters.spec import Gqa, HeadSpec
 from ...errors import TensorShape
-from ...head.slots import needs
-from ...head.spec import Gqa, HeadSpec
 from ..pack import pack
 
 

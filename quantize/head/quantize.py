@@ -20,10 +20,10 @@ from ...calibrate.batches import STEPS, Calibration, Part, check_batches
 from ...calibrate.measure import WatchedInputs, compare, trace
 from ...calibrate.retention import MIN_RETENTION, Retention, check_retention
 from ...checkpoint.formats import INPUT_SCALE
+from ...drafters.chain import count_chains
+from ...drafters.forward import DraftHead
+from ...drafters.spec import HeadSpec
 from ...errors import CalibrationInvalid, TensorValue
-from ...head.chain import count_chains
-from ...head.forward import DraftHead
-from ...head.spec import HeadSpec
 from ..calibration import check_amax
 from ..pack import amax
 from .formats import LinearFormat, groups_of

@@ -24,9 +24,9 @@ from torch import Tensor
 from ...calibrate.measure import WatchedInputs
 from ...checkpoint.formats import E4M3_MAX, FP8_BLOCKS, HEAD_SCALES, INPUT_SCALE, fused_group, marked_format
 from ...convert.read import Head, read_slot
-from ...head.attention import Context
-from ...head.forward import DraftHead
-from ...head.spec import HeadSpec
+from ...drafters.attention import Context
+from ...drafters.forward import DraftHead
+from ...drafters.spec import HeadSpec
 from .formats import FP8, NVFP4
 
 Round = Callable[[Tensor], Tensor]

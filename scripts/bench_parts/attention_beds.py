@@ -16,9 +16,9 @@ from kconv.calibrate.batches import Batch, Calibration
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.attention.swap import Shape
 from kconv.convert.read import read_head
-from kconv.head.forward import DraftHead
-from kconv.head.slots import needs
-from kconv.head.spec import Gqa, Mla
+from kconv.drafters.forward import DraftHead
+from kconv.drafters.slots import needs
+from kconv.drafters.spec import Gqa, Mla
 from kconv.targets.config import read_target_config
 from kconv.targets.forward import run_target
 from kconv.targets.model import load_target

@@ -30,7 +30,7 @@ from kconv.convert.attention.heal import (
     mean_loss,
     take_tokens,
 )
-from kconv.head.forward import DraftHead
+from kconv.drafters.forward import DraftHead
 
 from .attention_beds import open_bed
 from .attention_rows import ROWS_OF_TABLE, cell, errors, percent, start_of

@@ -14,10 +14,10 @@ from kconv.calibrate.batches import PIECE_BYTES, ROWS_PER_DIM, STEPS, Batch, Cal
 from kconv.calibrate.measure import compare
 from kconv.convert.attention.heal import ATTENTION, REST, loss_by_piece
 from kconv.convert.attention.latents import measure_sensitivity
-from kconv.head.chain import count_chains
-from kconv.head.forward import DraftHead
-from kconv.head.slots import needs
-from kconv.head.spec import Gqa, HeadSpec
+from kconv.drafters.chain import count_chains
+from kconv.drafters.forward import DraftHead
+from kconv.drafters.slots import needs
+from kconv.drafters.spec import Gqa, HeadSpec
 
 from .attention_store import load, save
 from .heads import KIMI_MLA

@@ -18,7 +18,7 @@ from kconv.convert.attention.rotary import Options
 from kconv.convert.attention.swap import with_attention
 from kconv.convert.attention.to_mha import convert_to_mha
 from kconv.convert.attention.to_mla import Choices, convert_to_mla
-from kconv.head.forward import DraftHead
+from kconv.drafters.forward import DraftHead
 
 from .attention_beds import Bench, open_bed
 from .attention_store import load, save

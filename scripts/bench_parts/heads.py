@@ -14,7 +14,7 @@ from pathlib import Path
 from support.kimi import KIMI_MLA as KIMI_MLA
 from support.kimi import small
 
-from kconv.head.spec import HeadSpec
+from kconv.drafters.spec import HeadSpec
 
 from .machine import BLOCK
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from unittest.mock import patch
 
 from kconv.engines.base import Serving
-from kconv.engines.serving import serve
 from kconv.engines.vllm import ENGINE
-from kconv.engines.vllm_states import states_options
+from kconv.serving.start import serve
+from kconv.serving.states import states_options
 from kconv.targets.config import read_target_config
 
 ROOT = Path(__file__).resolve().parents[2]

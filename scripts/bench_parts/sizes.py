@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kconv.checkpoint.header import byte_size
-from kconv.head.slots import needs
-from kconv.head.spec import HeadSpec
+from kconv.drafters.slots import needs
+from kconv.drafters.spec import HeadSpec
 from kconv.quantize.head.formats import FP8, LinearFormat, groups_of
 
 # Of the embedding and the maps a step reads a row or an entry; the others run once for all steps of a draft.

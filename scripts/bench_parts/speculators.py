@@ -25,7 +25,7 @@ from bench_parts.heads import Head, make_head
 from bench_parts.machine import KCONV, Run, apart, timed, warm
 from bench_parts.page import closing, write_section
 
-from kconv.head.spec import Gqa, HeadSpec, Rope
+from kconv.drafters.spec import Gqa, HeadSpec, Rope
 
 LEFT_OUT = ("torch", "torchvision", "torchaudio")
 PATIENCE = 300  # seconds for pip

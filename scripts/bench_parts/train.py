@@ -26,7 +26,7 @@ from bench_parts.page import closing, read_section, spread, write_section
 from transformers import get_scheduler
 
 from kconv.checkpoint.tensors import TORCH
-from kconv.head.spec import Mla
+from kconv.drafters.spec import Mla
 from kconv.targets.config import read_target_config
 from kconv.targets.forward import run_target
 from kconv.targets.model import load_target

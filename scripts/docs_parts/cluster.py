@@ -17,7 +17,7 @@ from pathlib import Path
 from bench_parts.page import read_section
 from support.kimi import KIMI_MLA
 
-from kconv.head.slots import needs
+from kconv.drafters.slots import needs
 from kconv.targets.config import TargetConfig
 from kconv.train.plan import NOT_TRAINED, plan_training
 from kconv.train.recipe import EagleRecipe

@@ -7,12 +7,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from kconv.drafters import slots, spec
 from kconv.engines.keys import COMMON, FIXED, GQA, MLA, Key
 from kconv.engines.layout import IGNORED, Layout, Row
 from kconv.engines.moves import Stack
 from kconv.engines.registry import layouts as all_layouts
 from kconv.escape import link
-from kconv.head import slots, spec
 from kconv.validate.markdown import table
 from kconv.validate.rules.table import all_rules
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from bench_parts.heads import KIMI_MLA
 from bench_parts.sizes import linear_bytes, quantized_bytes, step_bytes
 
-from kconv.head.spec import Gqa
+from kconv.drafters.spec import Gqa
 from kconv.quantize.head.formats import FORMATS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "quantize.md"

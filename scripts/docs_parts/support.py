@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kconv.drafters.spec import Gqa, HeadSpec, Linear, Mla, Norms, Rope, Yarn
 from kconv.engines.base import Engine
 from kconv.engines.common import VLLM_SOURCE, is_mla
 from kconv.engines.registry import engines
 from kconv.escape import link
-from kconv.head.spec import Gqa, HeadSpec, Linear, Mla, Norms, Rope, Yarn
 from kconv.validate.markdown import table
 
 # Decoder layers of the target that stands for each of its kind.

@@ -23,8 +23,8 @@ from bench_parts.train_runs import CAPTURED, MEASURED, TOKENS, Run, list_runs, m
 
 from kconv.checkpoint.folder import open_checkpoint, read_json
 from kconv.convert.read import read_head
-from kconv.head.chain import Acceptance, draft_logits, overlap, overlap_acceptance, pool
-from kconv.head.drafters import bigram_overlap, certain_overlap, count_bigrams, lookup_drafts
+from kconv.drafters.baselines import bigram_overlap, certain_overlap, count_bigrams, lookup_drafts
+from kconv.drafters.chain import Acceptance, draft_logits, overlap, overlap_acceptance, pool
 from kconv.targets.config import read_target_config
 from kconv.targets.forward import run_target
 from kconv.targets.model import load_target

@@ -161,7 +161,7 @@ def validate(engine: str, python: Path, demo: Path, root: Path) -> None:
 @contextmanager
 def one_plain_server() -> Iterator[None]:
     """Let kconv validate keep the server of a target without a head, which each head of that target is held against."""
-    from kconv.engines.serving import serve
+    from kconv.serving.start import serve
     from kconv.validate.engines import check
 
     with ExitStack() as open_:

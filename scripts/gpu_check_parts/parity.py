@@ -23,10 +23,10 @@ def check_parity(bench: Bench) -> dict[str, Any]:
     from kconv.convert.execute import execute
     from kconv.convert.plan import plan
     from kconv.convert.read import read_head, read_weights
+    from kconv.drafters.chain import draft_logits, overlap
+    from kconv.drafters.forward import DraftHead
     from kconv.engines import by_name
     from kconv.engines.layout import stored
-    from kconv.head.chain import draft_logits, overlap
-    from kconv.head.forward import DraftHead
     from kconv.targets.config import parse_target_config
     from kconv.train.evaluate import spec_of
     from kconv.train.recipe import complete, read_recipe_file

@@ -60,7 +60,7 @@ def check_states(bench: Bench) -> dict[str, Any]:
 
     What a server hands out and training reads is bit for bit what was captured; both rates are of whole sequences.
     """
-    from kconv.engines.vllm_states import ServedRunner
+    from kconv.serving.states import ServedRunner
     from kconv.targets.config import parse_target_config
     from kconv.targets.forward import LocalRunner
     from kconv.targets.model import build_target

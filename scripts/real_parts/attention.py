@@ -25,9 +25,9 @@ from kconv.convert.execute import execute
 from kconv.convert.plan import WriteOptions, plan
 from kconv.convert.read import Head, read_head
 from kconv.convert.shared import SLOTS, find_shared
+from kconv.drafters.forward import DraftHead
+from kconv.drafters.spec import Gqa
 from kconv.engines import by_name
-from kconv.head.forward import DraftHead
-from kconv.head.spec import Gqa
 from kconv.targets.config import read_target_config
 from kconv.targets.model import load_target
 from kconv.targets.states import open_states

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.read import read_head
-from kconv.head.chain import Acceptance, greedy_acceptance
-from kconv.head.drafters import bigram_drafts, count_bigrams, lookup_drafts
+from kconv.drafters.baselines import bigram_drafts, count_bigrams, lookup_drafts
+from kconv.drafters.chain import Acceptance, greedy_acceptance
 from kconv.targets.config import read_target_config
 from kconv.targets.dialogues import encode_row, read_rows
 from kconv.targets.forward import States, generate_greedy, run_target

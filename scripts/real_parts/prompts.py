@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 
 import httpx
 
-from kconv.engines.client import Client
+from kconv.serving.client import Client
 from kconv.targets.prompts import Prompt
 from kconv.targets.tokenizer import Tokenizer
 

@@ -13,8 +13,6 @@ from support.spec_server import K, serving, steps_of
 
 from kconv.bench.measure import ServerRun, measure_server
 from kconv.cli import main
-from kconv.engines import ask
-from kconv.engines import client as client
 from kconv.engines.trtllm import ACCEPTED, ANSWERED, DRAFTED
 from kconv.engines.trtllm import ENGINE as TRTLLM
 from kconv.errors import (
@@ -28,6 +26,8 @@ from kconv.errors import (
     EngineFailed,
     PromptsInvalid,
 )
+from kconv.serving import ask
+from kconv.serving import client as client
 from kconv.targets.prompts import Prompt
 from kconv.targets.suites import Suite
 

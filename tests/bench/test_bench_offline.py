@@ -13,9 +13,9 @@ from support.heads import MLA, random_slots, write_head
 from kconv.bench.offline import measure_head
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.read import Head, read_head
+from kconv.drafters.chain import draft_tokens, greedy_acceptance, pool
 from kconv.engines import by_name
 from kconv.errors import PromptsInvalid
-from kconv.head.chain import draft_tokens, greedy_acceptance, pool
 from kconv.targets.config import read_target_config
 from kconv.targets.forward import generate_greedy, run_target
 from kconv.targets.model import load_target

@@ -8,9 +8,9 @@ from support.spec_server import K, serving
 from kconv.bench.acceptance import AcceptanceRow
 from kconv.bench.forged import check_counts
 from kconv.bench.measure import LOSSY_NOTE, ServerRun, measure_server
-from kconv.engines import client as client
 from kconv.engines.counters import Counts
 from kconv.errors import AcceptanceForged
+from kconv.serving import client as client
 from kconv.targets.prompts import Prompt
 from kconv.targets.suites import Suite
 

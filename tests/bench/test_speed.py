@@ -8,9 +8,9 @@ from support.spec_server import K, serving
 
 from kconv.bench.measure import ServerRun, measure_server
 from kconv.bench.speed import Dialogue, Load, measure_loads, speed_rows
-from kconv.engines import ask, client
-from kconv.engines.client import Client
 from kconv.errors import EngineFailed
+from kconv.serving import ask, client
+from kconv.serving.client import Client
 from kconv.targets.prompts import Prompt
 from kconv.targets.suites import Suite
 

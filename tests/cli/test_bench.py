@@ -15,7 +15,7 @@ from support.spec_server import serving
 from kconv.bench.acceptance import read_acceptance
 from kconv.cli import main
 from kconv.engines import by_name
-from kconv.engines import client as bench_server
+from kconv.serving import client as bench_server
 from kconv.targets.config import read_target_config
 
 

@@ -15,8 +15,8 @@ from support.heads import GQA, MLA, random_slots, read_bytes, write_head
 
 from kconv.checkpoint.manifest import Manifest
 from kconv.cli import main
+from kconv.drafters.spec import Norms
 from kconv.engines import BY_NAME
-from kconv.head.spec import Norms
 
 VLLM, TRTLLM, MODELOPT = BY_NAME["vllm"], BY_NAME["trtllm"], BY_NAME["modelopt"]
 REDUCED = replace(GQA, draft_vocab=40)

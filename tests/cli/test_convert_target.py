@@ -12,10 +12,10 @@ from support.heads import FITTING_GQA, GQA, MLA, random_slots, read_bytes, write
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.cli import main
+from kconv.drafters.chain import draft_tokens
+from kconv.drafters.forward import DraftHead
+from kconv.drafters.spec import Rope, Yarn
 from kconv.engines import BY_NAME
-from kconv.head.chain import draft_tokens
-from kconv.head.forward import DraftHead
-from kconv.head.spec import Rope, Yarn
 from kconv.targets.config import read_target_config
 from kconv.targets.forward import LocalRunner
 from kconv.targets.model import load_target

@@ -19,9 +19,9 @@ from support.strategies import portable_specs
 from transformers import DeepseekV3Config, LlamaConfig
 
 from kconv.checkpoint.header import TensorInfo
+from kconv.drafters.spec import Gqa, Rope, Tokens, Yarn
 from kconv.engines import BY_NAME
 from kconv.errors import CapturedUndecided
-from kconv.head.spec import Gqa, Rope, Tokens, Yarn
 
 WRITABLE = [BY_NAME["vllm"], BY_NAME["trtllm"]]
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}

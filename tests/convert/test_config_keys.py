@@ -8,8 +8,8 @@ from support.configs import MODELOPT_KIMIK2, MODELOPT_LLAMA, TORCHSPEC_MLA, read
 from support.heads import GQA, MLA
 
 from kconv.convert.config import carry
+from kconv.drafters.spec import Gqa, Norms
 from kconv.errors import CapturedUndecided, ConfigInvalid, ConfigUnsupported
-from kconv.head.spec import Gqa, Norms
 
 REQUIRED = ["hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "rms_norm_eps"]
 REQUIRED_MLA = ["q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]

@@ -13,11 +13,11 @@ from kconv.convert.computed import from_values
 from kconv.convert.execute import execute
 from kconv.convert.plan import Change, Replaced, SourceTensor, plan, plan_in_place
 from kconv.convert.read import read_head
+from kconv.drafters.slots import needs
 from kconv.engines import BY_NAME
 from kconv.engines.layout import Row
 from kconv.engines.moves import Stack
 from kconv.errors import ConfigInvalid, LayoutCannot
-from kconv.head.slots import needs
 
 VLLM, TRTLLM, MODELOPT = BY_NAME["vllm"], BY_NAME["trtllm"], BY_NAME["modelopt"]
 

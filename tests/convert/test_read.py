@@ -11,10 +11,10 @@ from support.heads import GQA, MLA, PORTABLE, random_slots, write_head
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import Hints
 from kconv.convert.read import read_head, read_slot, read_weights, weight_dtype
+from kconv.drafters.spec import Norms
 from kconv.engines import BY_NAME
 from kconv.engines.layout import stored
 from kconv.errors import ConfigInvalid, TensorMissing, TensorShape, TensorUnknown, TensorValue, UnknownLayout
-from kconv.head.spec import Norms
 
 VLLM, MODELOPT = BY_NAME["vllm"], BY_NAME["modelopt"]
 

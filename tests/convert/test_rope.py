@@ -8,9 +8,9 @@ from support.strategies import partial_ropes
 from transformers import LlamaConfig
 
 from kconv.convert.rope import read_rope
+from kconv.drafters.spec import Linear, Llama3, Rope, Yarn
 from kconv.engines.config import write_rope
 from kconv.errors import ConfigInvalid, ConfigUnsupported
-from kconv.head.spec import Linear, Llama3, Rope, Yarn
 
 YARN = {"factor": 64.0, "original_max_position_embeddings": 4096, "beta_fast": 1.0, "beta_slow": 1.0}
 KIMI = Rope(50000.0, Yarn(64.0, 4096, 1.0, 1.0, 1.0, 1.0))

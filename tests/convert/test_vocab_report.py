@@ -11,9 +11,9 @@ from support.heads import GQA, MLA, Tokens, random_slots, write_head
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.header import read_header
 from kconv.convert.vocab import examine
+from kconv.drafters.vocab import ABSOLUTE, EITHER, FULL, IDENTITY, MISSING, NEITHER, OFFSETS
 from kconv.engines import BY_NAME
 from kconv.errors import TargetInvalid
-from kconv.head.vocab import ABSOLUTE, EITHER, FULL, IDENTITY, MISSING, NEITHER, OFFSETS
 
 SPEC = replace(MLA, draft_vocab=8, tokens=Tokens(bos=10, eos=(20, 63), pad=None))
 # The ids of a published account of this fault; its exporter's rows were [3, 6, 8, 17, 27, 35, 49, 53].

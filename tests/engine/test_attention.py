@@ -16,11 +16,11 @@ from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.execute import execute
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
+from kconv.drafters.chain import draft_tokens, greedy_acceptance, pool
 from kconv.engines import by_name
 from kconv.engines.base import Serving
-from kconv.engines.serving import serve
 from kconv.engines.vllm import ENGINE
-from kconv.head.chain import draft_tokens, greedy_acceptance, pool
+from kconv.serving.start import serve
 from kconv.targets.config import read_target_config
 from kconv.targets.forward import run_target
 from kconv.targets.model import load_target

@@ -14,9 +14,9 @@ from kconv.checkpoint.folder import open_checkpoint
 from kconv.cli import main
 from kconv.convert.read import read_head
 from kconv.engines.base import Serving
-from kconv.engines.serving import serve
 from kconv.engines.vllm import ENGINE
 from kconv.errors import AcceptanceForged
+from kconv.serving.start import serve
 from kconv.targets.prompts import Prompt
 from kconv.targets.suites import Suite
 from kconv.tiny.text import read_corpus

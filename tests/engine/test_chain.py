@@ -20,9 +20,9 @@ import pytest
 
 import kconv
 from kconv.engines.base import Serving
-from kconv.engines.serving import serve
 from kconv.engines.vllm import ENGINE
-from kconv.engines.vllm_states import LATE_SECONDS, states_options
+from kconv.serving.start import serve
+from kconv.serving.states import LATE_SECONDS, states_options
 from kconv.tiny.recipe import DEMO
 from kconv.tiny.target import make_target
 from kconv.tiny.text import read_corpus

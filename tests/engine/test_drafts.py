@@ -22,11 +22,11 @@ from kconv.convert.execute import execute
 from kconv.convert.plan import WriteOptions, plan
 from kconv.convert.read import read_head
 from kconv.convert.shared import SharedTensors
+from kconv.drafters.chain import draft_logits
+from kconv.drafters.forward import DraftHead
+from kconv.drafters.spec import Gqa, HeadSpec, Linear, Llama3, Mla, Norms, Rope, Tokens, Yarn
 from kconv.engines import TRTLLM, by_name
 from kconv.engines.config import write_keys
-from kconv.head.chain import draft_logits
-from kconv.head.forward import DraftHead
-from kconv.head.spec import Gqa, HeadSpec, Linear, Llama3, Mla, Norms, Rope, Tokens, Yarn
 from kconv.targets.config import read_target_config
 from kconv.targets.forward import run_target
 from kconv.targets.model import load_target

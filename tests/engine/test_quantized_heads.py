@@ -21,8 +21,8 @@ from kconv.calibrate.measure import WatchedInputs
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.cli import main
 from kconv.convert.read import read_head
-from kconv.head.chain import Acceptance, draft_tokens, greedy_acceptance, pool
-from kconv.head.forward import DraftHead
+from kconv.drafters.chain import Acceptance, draft_tokens, greedy_acceptance, pool
+from kconv.drafters.forward import DraftHead
 from kconv.quantize.head.formats import FORMATS
 from kconv.targets.config import read_target_config
 from kconv.targets.forward import run_target

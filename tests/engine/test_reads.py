@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from kconv.drafters.spec import Gqa, Mla, Rope, Yarn
 from kconv.engines.config import write_rope
 from kconv.engines.vllm import ENGINE, ENVIRONMENT
-from kconv.head.spec import Gqa, Mla, Rope, Yarn
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 

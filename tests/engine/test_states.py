@@ -11,9 +11,9 @@ from click.testing import CliRunner
 
 from kconv.cli import main
 from kconv.engines.base import Serving
-from kconv.engines.serving import serve
 from kconv.engines.vllm import ENGINE
-from kconv.engines.vllm_states import CONNECTOR, states_options
+from kconv.serving.start import serve
+from kconv.serving.states import CONNECTOR, states_options
 from kconv.targets.forward import capture, generate_greedy
 from kconv.targets.model import load_target
 from kconv.targets.states import open_states

@@ -19,12 +19,12 @@ from kconv.cli import main
 from kconv.convert.execute import execute
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
+from kconv.drafters.chain import Acceptance
 from kconv.engines import by_name
 from kconv.engines.base import Serving
-from kconv.engines.serving import serve
 from kconv.engines.vllm import ENGINE
 from kconv.errors import CountersMissing, EngineFailed
-from kconv.head.chain import Acceptance
+from kconv.serving.start import serve
 from kconv.targets.model import load_target
 from kconv.targets.tokenizer import load_tokenizer
 from kconv.tiny.target import pack

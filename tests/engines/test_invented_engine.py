@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from support.heads import GQA, random_slots, write_head
 from support.loopback import serving
 
+from kconv.drafters.spec import HeadSpec
 from kconv.engines import registry
 from kconv.engines.base import Deployment, Engine, Launch, Runner
 from kconv.engines.common import OUTSIDE, eagle_config, layer_rows, listed_ids
@@ -28,7 +29,6 @@ from kconv.engines.counters import Counters, Counts, Totals, totals
 from kconv.engines.keys import CONVENTION, IDS, OUTPUTS, ConfigTable
 from kconv.engines.layout import Layout, Limit
 from kconv.escape import Word, command
-from kconv.head.spec import HeadSpec
 
 DRAFTS, ACCEPTED = "otter_drafts_total", "otter_accepted_total"
 

@@ -7,11 +7,11 @@ from support.configs import KIMI_MHA, KIMI_MLA, MODELOPT_KIMIK2, MODELOPT_LLAMA,
 from support.heads import GQA, MLA, PORTABLE
 from support.modelopt import check_exported_names
 
+from kconv.drafters.slots import needs
+from kconv.drafters.spec import Norms
 from kconv.engines import BY_NAME, LAYOUTS, by_name, detect
 from kconv.engines.layout import stored, unclaimed
 from kconv.errors import UnknownLayout
-from kconv.head.slots import needs
-from kconv.head.spec import Norms
 
 VLLM, TRTLLM, MODELOPT = BY_NAME["vllm"], BY_NAME["trtllm"], BY_NAME["modelopt"]
 # What ModelOpt's exporter leaves to the target.

@@ -18,12 +18,12 @@ from kconv.checkpoint.manifest import Hints, verify
 from kconv.convert.execute import execute
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
+from kconv.drafters.attention import CausalContext
+from kconv.drafters.forward import DraftHead
+from kconv.drafters.spec import Norms, Rope
 from kconv.engines import BY_NAME
 from kconv.engines.config import identity, write_keys
 from kconv.errors import CapturedUndecided, TensorUnknown
-from kconv.head.attention import CausalContext
-from kconv.head.forward import DraftHead
-from kconv.head.spec import Norms, Rope
 
 AUTOMODEL = BY_NAME["automodel"]
 CAPTURED = (1, 3, 5)
@@ -67,8 +67,8 @@ def test_an_mla_heads_yarn_has_no_factor_of_the_softmax(tmp_path):
 
     import torch
 
-    from kconv.head.rope import cos_sin
-    from kconv.head.yarn import softmax_scale
+    from kconv.drafters.rope import cos_sin
+    from kconv.drafters.yarn import softmax_scale
 
     dims = spec.attention
     plain = (dims.qk_nope_head_dim + dims.qk_rope_head_dim) ** -0.5

@@ -13,9 +13,9 @@ from support.heads import GQA, MLA, PORTABLE, random_slots, write_head
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.read import read_head
+from kconv.drafters.spec import Norms
 from kconv.engines import BY_NAME
 from kconv.engines.registry import launch_files
-from kconv.head.spec import Norms
 
 KEY = "eagle_aux_hidden_state_layer_ids"
 CAPTURED = st.sets(st.integers(1, 60), min_size=2, max_size=5).map(lambda ids: tuple(sorted(ids)))

@@ -10,9 +10,9 @@ from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.plan import WriteOptions, plan
 from kconv.convert.read import read_head
 from kconv.convert.shared import SharedTensors
+from kconv.drafters.spec import Linear, Llama3, Norms, Rope, Yarn
 from kconv.engines import BY_NAME, LAYOUTS
 from kconv.errors import LayoutCannot
-from kconv.head.spec import Linear, Llama3, Norms, Rope, Yarn
 
 ALL = ("trtllm", "vllm", "sglang", "portable")
 PLAIN = Yarn(factor=64.0, original_max_positions=4096)

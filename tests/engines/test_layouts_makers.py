@@ -31,6 +31,7 @@ from kconv.checkpoint.manifest import Hints
 from kconv.convert.execute import execute
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
+from kconv.drafters.spec import Gqa, Norms
 from kconv.engines import BY_NAME
 from kconv.errors import (
     CapturedUndecided,
@@ -40,7 +41,6 @@ from kconv.errors import (
     TensorUnknown,
     UnknownLayout,
 )
-from kconv.head.spec import Gqa, Norms
 
 
 def test_lightseeks_mla_head_of_17_tensors(tmp_path):

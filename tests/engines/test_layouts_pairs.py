@@ -20,9 +20,9 @@ from kconv.checkpoint.manifest import MANIFEST, Hints, verify
 from kconv.convert.execute import execute
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head, read_slot
+from kconv.drafters.spec import Norms
 from kconv.engines import BY_NAME, LAYOUTS, detect
 from kconv.errors import LayoutCannot
-from kconv.head.spec import Norms
 
 # What speculators' asks for beside a head, its target, has tests of its own.
 WRITABLE = [layout for layout in LAYOUTS if layout.write_config is not None and layout.name != "speculators"]

@@ -13,9 +13,9 @@ from kconv.checkpoint.manifest import verify
 from kconv.convert.execute import execute
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
+from kconv.drafters.spec import Norms
 from kconv.engines import BY_NAME
 from kconv.errors import LayoutCannot, TensorMissing, TensorUnknown
-from kconv.head.spec import Norms
 
 FIVE = replace(QK, captured=(1, 9, 17, 25, 33), norms=Norms(before_fc=True, before_residual=True, qk=True))
 Q, K = "layers.0.self_attn.q_norm.weight", "layers.0.self_attn.k_norm.weight"

@@ -13,9 +13,9 @@ from kconv.convert.execute import execute
 from kconv.convert.plan import WriteOptions, plan
 from kconv.convert.read import read_head
 from kconv.convert.shared import SharedTensors
+from kconv.drafters.spec import Norms
 from kconv.engines import BY_NAME
 from kconv.errors import ConfigInvalid, LayoutCannot, TensorUnknown
-from kconv.head.spec import Norms
 
 SPECULATORS = {
     "architectures": ["Eagle3DraftModel"],

@@ -12,6 +12,8 @@ from support.heads import GQA, MLA, random_slots
 from kconv.calibrate.batches import Batch, Calibration, Part
 from kconv.calibrate.measure import trace
 from kconv.checkpoint.formats import Fp8
+from kconv.drafters.forward import DraftHead
+from kconv.drafters.slots import needs
 from kconv.errors import (
     CalibrationInvalid,
     ConversionInaccurate,
@@ -20,8 +22,6 @@ from kconv.errors import (
     TensorShape,
     TensorValue,
 )
-from kconv.head.forward import DraftHead
-from kconv.head.slots import needs
 from kconv.quantize.head.formats import FORMATS, FP8, NVFP4, choice_of, groups_of
 from kconv.quantize.head.quantize import measure, quantize_linears
 

@@ -21,9 +21,9 @@ from kconv.checkpoint.source import Folder
 from kconv.cli import main
 from kconv.convert.provenance import Origin
 from kconv.convert.read import read_head
+from kconv.drafters.spec import HeadSpec
 from kconv.engines import by_name
 from kconv.errors import ConfigUnsupported, KconvError, LayoutCannot, StatesInvalid
-from kconv.head.spec import HeadSpec
 from kconv.tiny.text import read_corpus
 from kconv.validate.run import Checks, validate
 

@@ -15,9 +15,9 @@ from kconv.calibrate.measure import WatchedInputs
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.plan import WriteOptions, plan
 from kconv.convert.read import Head, read_head
+from kconv.drafters.chain import draft_logits
+from kconv.drafters.forward import DraftHead
 from kconv.engines import by_name
-from kconv.head.chain import draft_logits
-from kconv.head.forward import DraftHead
 from kconv.quantize.head.formats import FORMATS, FP8, NVFP4
 from kconv.quantize.head.plan import change_linears, write
 from kconv.quantize.head.quantize import quantize_linears

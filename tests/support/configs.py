@@ -6,8 +6,8 @@ from typing import Any
 
 from kconv.checkpoint.manifest import Hints
 from kconv.convert.config import ReadConfig, read_config
+from kconv.drafters.spec import HeadSpec, Mla
 from kconv.engines import by_name
-from kconv.head.spec import HeadSpec, Mla
 
 from .kimi import KIMI_MHA as KIMI_MHA
 from .kimi import KIMI_MLA as KIMI_MLA

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kconv.head.spec import Gqa, HeadSpec, Rope
+from kconv.drafters.spec import Gqa, HeadSpec, Rope
 
 SPEC = HeadSpec(
     attention=Gqa(4, kv_heads=2, head_dim=16), hidden=64, target_hidden=64, intermediate=96, layers=1, vocab=512,

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from kconv.checkpoint.manifest import Hints
 from kconv.checkpoint.source import Folder
 from kconv.convert.shared import SharedTensors
-from kconv.head.spec import HeadSpec, Rope, Yarn
+from kconv.drafters.spec import HeadSpec, Rope, Yarn
 from kconv.targets.config import parse_target_config
 from kconv.validate.rules.rule import SGLANG, TRTLLM, VLLM
 from kconv.validate.run import Checks

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from kconv.head.spec import Norms
+from kconv.drafters.spec import Norms
 from kconv.validate.rules.rule import ENGINES, SGLANG, TRTLLM, VLLM, VLLM_V2
 
 from .changes import (

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kconv.checkpoint.tensors import TORCH
+from kconv.drafters.slots import needs
+from kconv.drafters.spec import HeadSpec
 from kconv.engines import BY_NAME
-from kconv.head.slots import needs
-from kconv.head.spec import HeadSpec
 from kconv.validate.rules.head import ENGINE_LAYOUT, WRITTEN_FOR
 from kconv.validate.rules.rule import ENGINES, SGLANG, TRTLLM, VLLM
 

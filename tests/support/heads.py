@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from kconv.checkpoint.header import byte_size
 from kconv.checkpoint.tensors import TORCH
+from kconv.drafters.slots import needs
+from kconv.drafters.spec import Gqa, HeadSpec, Linear, Llama3, Mla, Norms, Rope, Tokens
 from kconv.engines.layout import Layout, stored
-from kconv.head.slots import needs
-from kconv.head.spec import Gqa, HeadSpec, Linear, Llama3, Mla, Norms, Rope, Tokens
 
 from .kimi import KIMI_MLA, YARN, small
 from .safetensors_bytes import entry, write_raw

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kconv.head.spec import Gqa, HeadSpec, Mla, Rope, Yarn
+from kconv.drafters.spec import Gqa, HeadSpec, Mla, Rope, Yarn
 
 YARN = Yarn(factor=64.0, original_max_positions=4096, beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)
 KIMI_MLA = HeadSpec(

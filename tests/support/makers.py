@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from kconv.drafters.spec import HeadSpec, Mla, Norms, Yarn
 from kconv.engines.config import identity, write_keys
 from kconv.engines.keys import TOP
 from kconv.engines.layout import Layout
-from kconv.head.spec import HeadSpec, Mla, Norms, Yarn
 
 ONE_LAYER = {"torchspec", "specforge", "safeailab", "automodel", "deepspec"}
 NO_MLA = {"specforge", "safeailab", "speculators", "deepspec"}

@@ -19,11 +19,11 @@ from transformers import get_cosine_schedule_with_warmup
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.read import Head, read_head, read_weights
+from kconv.drafters.chain import along_chains, unroll
+from kconv.drafters.forward import DraftHead
+from kconv.drafters.slots import needs
+from kconv.drafters.spec import HeadSpec, Norms
 from kconv.engines import by_name
-from kconv.head.chain import along_chains, unroll
-from kconv.head.forward import DraftHead
-from kconv.head.slots import needs
-from kconv.head.spec import HeadSpec, Norms
 from kconv.targets.config import read_target_config
 from kconv.targets.forward import States, run_target
 from kconv.targets.model import load_target

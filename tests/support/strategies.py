@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from kconv.head.spec import Gqa, HeadSpec, Linear, Llama3, Mla, Norms, Rope, Tokens, Yarn
+from kconv.drafters.spec import Gqa, HeadSpec, Linear, Llama3, Mla, Norms, Rope, Tokens, Yarn
 
 _DIM = st.integers(1, 12)
 _EVEN = st.integers(1, 4).map(lambda half: 2 * half)

@@ -13,8 +13,8 @@ from kconv.checkpoint.manifest import Hints, verify
 from kconv.convert.execute import execute
 from kconv.convert.read import read_head, read_weights
 from kconv.convert.vocab import CountedText
+from kconv.drafters.forward import DraftHead
 from kconv.engines import BY_NAME
-from kconv.head.forward import DraftHead
 
 from .heads import MLA, random_slots, write_head
 

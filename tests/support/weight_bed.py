@@ -12,7 +12,7 @@ from torch import Tensor
 from kconv.checkpoint.folder import Checkpoint, open_checkpoint
 from kconv.checkpoint.tensors import read_tensor
 from kconv.convert.read import Head, read_weights
-from kconv.head.forward import DraftHead
+from kconv.drafters.forward import DraftHead
 from kconv.targets.config import TargetConfig, read_target_config
 from kconv.targets.forward import States, run_target
 from kconv.targets.model import load_target

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kconv.head.spec import HeadSpec, Mla, Yarn
+from kconv.drafters.spec import HeadSpec, Mla, Yarn
 
 Slots = dict[str, Tensor]
 Fault = Callable[[HeadSpec, Mapping[str, Tensor]], tuple[HeadSpec, Slots]]

@@ -22,8 +22,8 @@ from support.loopback import serving, trickling
 
 from kconv.checkpoint import staging
 from kconv.cli import main
-from kconv.engines import client as http
 from kconv.errors import EngineFailed, OutputExists, PromptsInvalid, ServerUnreachable
+from kconv.serving import client as http
 from kconv.targets.dialogues import read_rows
 from kconv.targets.prompts import Prompt, read_prompts
 from kconv.train import generate as generating

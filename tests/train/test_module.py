@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import Hints
 from kconv.convert.read import read_head
+from kconv.drafters.spec import Mla
 from kconv.engines import BY_NAME
 from kconv.engines.layout import stored
 from kconv.errors import NotACheckpoint, RecipeInvalid
-from kconv.head.spec import Mla
 from kconv.targets.model import load_target
 from kconv.train.module import build_module, load_module
 from kconv.train.recipe import TEST_GQA, TEST_MLA

@@ -10,10 +10,10 @@ from support.heads import FITTING_GQA, random_slots, write_head
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.read import read_head
+from kconv.drafters.slots import needs
+from kconv.drafters.spec import Gqa, HeadSpec, Mla, Norms
 from kconv.engines import BY_NAME
 from kconv.errors import ConfigInvalid, RecipeInvalid
-from kconv.head.slots import needs
-from kconv.head.spec import Gqa, HeadSpec, Mla, Norms
 from kconv.targets.config import TargetConfig, parse_target_config, read_target_config
 from kconv.train.evaluate import spec_of
 from kconv.train.job import Pace, check_job

@@ -10,9 +10,9 @@ import torch
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import Hints
 from kconv.convert.read import read_head, read_weights
+from kconv.drafters import chain
+from kconv.drafters.forward import DraftHead
 from kconv.errors import PromptsInvalid
-from kconv.head import chain
-from kconv.head.forward import DraftHead
 from kconv.targets.forward import run_target
 from kconv.targets.model import load_target
 from kconv.train.decoder import served_decoders

@@ -17,8 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from kconv.checkpoint.source import Folder
 from kconv.cli import main
+from kconv.drafters.spec import Gqa, Mla
 from kconv.engines import by_name
-from kconv.head.spec import Gqa, Mla
 from kconv.targets.config import parse_target_config
 from kconv.targets.model import find_ends, load_ends
 from kconv.train.loop import EagleTrainer

@@ -17,9 +17,9 @@ from kconv.cli import main
 from kconv.convert.execute import execute
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
+from kconv.drafters.spec import Yarn
 from kconv.engines import by_name
 from kconv.errors import LayoutCannot, RecipeInvalid, TrainingFailed
-from kconv.head.spec import Yarn
 from kconv.targets.config import read_target_config
 from kconv.train.checkpoints import newest
 from kconv.train.evaluate import spec_of

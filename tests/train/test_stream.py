@@ -18,8 +18,8 @@ from click.testing import CliRunner
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.cli import main
-from kconv.engines.vllm_states import LATE_SECONDS
 from kconv.errors import EngineFailed
+from kconv.serving.states import LATE_SECONDS
 from kconv.targets.config import read_target_config
 from kconv.targets.forward import LocalRunner
 from kconv.targets.model import load_target, one_thread
@@ -136,7 +136,7 @@ def test_no_more_is_asked_for_than_is_read_ahead(tiny_target, data, runner):
 CHILD = """
 import sys, time
 from pathlib import Path
-from kconv.engines.vllm_states import swept
+from kconv.serving.states import swept
 folder = Path(sys.argv[1])
 with swept(folder) as name:
     (folder / f"cmpl-{name}-1.safetensors").touch()

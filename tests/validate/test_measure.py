@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kconv.head.drafters import count_bigrams
+from kconv.drafters.baselines import count_bigrams
 from kconv.targets.forward import run_target
 from kconv.targets.model import load_target
 from kconv.targets.tokenizer import load_tokenizer

@@ -17,9 +17,9 @@ from kconv.checkpoint.manifest import Hints
 from kconv.checkpoint.source import Folder
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
+from kconv.drafters.spec import HeadSpec, Norms
 from kconv.engines import BY_NAME
 from kconv.engines.vllm import REFUSED
-from kconv.head.spec import HeadSpec, Norms
 from kconv.validate.rules.config import NULLS
 from kconv.validate.rules.head import ENGINE_LAYOUT
 from kconv.validate.rules.rule import SGLANG, TRTLLM, VLLM, VLLM_V1, VLLM_V2

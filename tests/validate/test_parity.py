@@ -18,9 +18,9 @@ from kconv.checkpoint.source import Folder
 from kconv.convert.execute import execute
 from kconv.convert.plan import plan
 from kconv.convert.read import Head, read_head
+from kconv.drafters.spec import Gqa, HeadSpec, Rope
 from kconv.engines import MODELOPT, TRTLLM, by_name
 from kconv.errors import PromptsInvalid, StatesInvalid
-from kconv.head.spec import Gqa, HeadSpec, Rope
 from kconv.targets.config import read_target_config
 from kconv.targets.forward import LocalRunner
 from kconv.targets.model import load_target

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.heads import random_slots
 
-from kconv.head.forward import DraftHead
-from kconv.head.spec import Gqa, HeadSpec, Mla, Norms, Rope
+from kconv.drafters.forward import DraftHead
+from kconv.drafters.spec import Gqa, HeadSpec, Mla, Norms, Rope
 from kconv.validate.parts import PARTS, Parts
 
 GQA = HeadSpec(

@@ -17,8 +17,8 @@ from torch import Tensor
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.formats import OF_HEADS
 from kconv.convert.read import Head, read_head
+from kconv.drafters.spec import HeadSpec
 from kconv.engines import by_name
-from kconv.head.spec import HeadSpec
 from kconv.quantize.head.formats import FORMATS
 from kconv.validate.structure import check_source, is_identical
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kconv.head.chain import Acceptance, pool
+from kconv.drafters.chain import Acceptance, pool
 from kconv.validate.measure import influences, standard_errors
 
 

@@ -12,11 +12,11 @@ from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import Hints
 from kconv.convert.facts import FACTS, Candidate, Fact, find_undecided
 from kconv.convert.read import read_head, read_weights
+from kconv.drafters.chain import Acceptance
+from kconv.drafters.forward import DraftHead
+from kconv.drafters.spec import Rope
 from kconv.engines import BY_NAME
 from kconv.errors import Problem
-from kconv.head.chain import Acceptance
-from kconv.head.forward import DraftHead
-from kconv.head.spec import Rope
 from kconv.targets.config import parse_target_config
 from kconv.targets.forward import States
 from kconv.validate.readings import (

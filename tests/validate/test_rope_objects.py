@@ -14,7 +14,7 @@ from support.heads import GQA, MLA
 
 from kconv.checkpoint.source import Folder
 from kconv.convert.rope import read_rope
-from kconv.head.spec import HeadSpec, Rope
+from kconv.drafters.spec import HeadSpec, Rope
 from kconv.validate.rules.head import ENGINE_LAYOUT
 from kconv.validate.rules.rule import ENGINES, SGLANG, TRTLLM, VLLM
 from kconv.validate.rules.table import all_rules

@@ -18,9 +18,9 @@ from support.published import EAGLE3
 
 from kconv.checkpoint.manifest import Hints
 from kconv.checkpoint.source import Folder
+from kconv.drafters.spec import Linear, Rope, Yarn
 from kconv.engines import BY_NAME
 from kconv.engines.registry import asked
-from kconv.head.spec import Linear, Rope, Yarn
 from kconv.targets.config import parse_target_config
 from kconv.validate.report import Finding, Report
 from kconv.validate.rules.rule import SGLANG, TRTLLM, VLLM_V1, VLLM_V2

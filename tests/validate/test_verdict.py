@@ -13,11 +13,11 @@ from kconv.calibrate.retention import Retention, check_retention
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import ConversionRecord
 from kconv.convert.read import read_head
+from kconv.drafters.fingerprint import TOLERANCE, difference, fingerprint
+from kconv.drafters.forward import DraftHead
+from kconv.drafters.spec import HeadSpec, Mla
 from kconv.engines import by_name
 from kconv.errors import ConversionInaccurate, KconvError
-from kconv.head.fingerprint import TOLERANCE, difference, fingerprint
-from kconv.head.forward import DraftHead
-from kconv.head.spec import HeadSpec, Mla
 from kconv.validate.figures import AcceptanceFigures, ParityFigures, TextFigures, TextKind
 from kconv.validate.measure import Measured
 from kconv.validate.rules.table import find_rule

@@ -27,10 +27,10 @@ from kconv.checkpoint.source import Folder
 from kconv.cli import main
 from kconv.convert.opening import open_origin
 from kconv.convert.read import Head, read_head, read_weights
+from kconv.drafters.fingerprint import difference, fingerprint
+from kconv.drafters.forward import DraftHead
+from kconv.drafters.spec import HeadSpec
 from kconv.engines import by_name
-from kconv.head.fingerprint import difference, fingerprint
-from kconv.head.forward import DraftHead
-from kconv.head.spec import HeadSpec
 from kconv.pipeline.demo import RECIPE, run_demo
 from kconv.targets.config import read_target_config
 from kconv.tiny.recipe import cache_root

@@ -14,13 +14,13 @@ import torch
 
 from ...checkpoint.source import Source
 from ...convert.read import Head
+from ...drafters.chain import Acceptance
 from ...engines.base import Engine, Serving
-from ...engines.client import Client, check_told, connect
 from ...engines.counters import Counters, Counts, check_possible
 from ...engines.registry import engine, startable
-from ...engines.serving import serve
 from ...errors import EngineFailed, PromptsInvalid
-from ...head.chain import Acceptance
+from ...serving.client import Client, check_told, connect
+from ...serving.start import serve
 from ...targets.config import read_target_config
 from ...targets.forward import generate_greedy
 from ...targets.model import load_target

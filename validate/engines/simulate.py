@@ -10,7 +10,7 @@ import torch
 
 from ...checkpoint.folder import open_checkpoint
 from ...convert.read import Head
-from ...head.chain import Acceptance, draft_tokens, greedy_acceptance, pool
+from ...drafters.chain import Acceptance, draft_tokens, greedy_acceptance, pool
 from ...targets.config import read_target_config
 from ...targets.forward import run_target
 from ..parity import load_head

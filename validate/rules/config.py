@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
+from ...drafters.spec import Mla
 from ...engines.keys import COMMON, Key
 from ...engines.registry import engines
-from ...head.spec import Mla
 from .head import HeadSubject
 from .identity import is_speculators
 from .rule import ENGINES, Found, Rule, readers

@@ -16,12 +16,12 @@ from ...checkpoint.values import FLOAT_BITS, Values
 from ...convert.captured import EAGLE
 from ...convert.read import Head, HeadReading, read, rows_of
 from ...convert.shared import SharedTensors
+from ...drafters.slots import needs
+from ...drafters.spec import HeadSpec
 from ...engines.common import listed_ids as listed_ids
 from ...engines.layout import Layout, Stored
 from ...engines.registry import by_name, engines, layouts, runners_of
 from ...errors import KconvError, Problem
-from ...head.slots import needs
-from ...head.spec import HeadSpec
 from ...targets.config import TargetConfig
 from .rule import ENGINES, Subject
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from ...drafters.spec import Gqa, Mla
 from ...engines import sglang, trtllm, vllm
-from ...head.spec import Gqa, Mla
 from .head import HeadSubject
 from .rule import ENGINES, SGLANG, TRTLLM, VLLM, Found, Rule
 

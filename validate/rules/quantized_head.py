@@ -8,9 +8,9 @@ from fnmatch import fnmatchcase
 from ...checkpoint.folder import read_json
 from ...checkpoint.formats import CONFIG_KEY, HEAD_SCALES, SIDE_FILE
 from ...convert.quantized import has_scales
+from ...drafters.contract import FLOATS
+from ...drafters.spec import Gqa
 from ...errors import KconvError
-from ...head.contract import FLOATS
-from ...head.spec import Gqa
 from .head import HeadSubject
 from .rule import TRTLLM, VLLM, Found, Rule
 from .target import entries_of

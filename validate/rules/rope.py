@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from ...convert.rope import PLACES, read_rope, stated_places
+from ...drafters.spec import Gqa, HeadSpec, Rope, Yarn
 from ...engines import vllm
 from ...engines.base import UNSTATED_POSITIONS, rows_as_stated, unlimited
 from ...engines.registry import engines
 from ...errors import KconvError
-from ...head.spec import Gqa, HeadSpec, Rope, Yarn
 from .head import HeadSubject
 from .rule import ENGINES, SGLANG, TRTLLM, VLLM, Found, Rule, readers
 

@@ -1,16 +1,16 @@
 """Names, shapes and dtypes.
 
-`head.contract` and the layouts state what a head must hold, and reading the head checks it; here it is also compared
-with the tables of the engines.
+`drafters.contract` and the layouts state what a head must hold, and reading the head checks it; here it is also
+compared with the tables of the engines.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+from ...drafters.contract import PREFIX, compare
 from ...engines.layout import Stored
 from ...errors import KconvError, Problem, TensorMissing, TensorUnknown
-from ...head.contract import PREFIX, compare
 from .head import HeadSubject, engine_layouts
 from .rule import ENGINES, SGLANG, VLLM, Found, Rule
 

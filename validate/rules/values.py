@@ -11,8 +11,8 @@ import numpy as np
 from ...checkpoint.bytes import read_floats
 from ...checkpoint.header import TensorInfo
 from ...checkpoint.manifest import MANIFEST
-from ...head.contract import FLOATS
-from ...head.slots import needs
+from ...drafters.contract import FLOATS
+from ...drafters.slots import needs
 from .head import HeadSubject, engine_layouts
 from .rule import SGLANG, TRTLLM, Found, Rule
 

@@ -9,7 +9,7 @@ from .head import HeadSubject
 from .rule import ENGINES, SGLANG, TRTLLM, VLLM, Found, Rule
 
 if TYPE_CHECKING:
-    from ...head.vocab import Reading
+    from ...drafters.vocab import Reading
 
 
 IDENTITY_MAP = "https://github.com/vllm-project/vllm/pull/53458"
@@ -37,20 +37,20 @@ def _readings(subject: HeadSubject) -> tuple[Reading, Reading] | None:
     """Return d2t read as offsets and as target ids; None if there is no map, or it may not be read."""
     if subject.d2t is None or subject.spec is None:
         return None
-    from ...head.vocab import read_ids, target_ids  # imported here: a head without a map is checked without torch
+    from ...drafters.vocab import read_ids, target_ids  # imported here: a head without a map is checked without torch
 
     d2t, vocab = subject.d2t, subject.spec.vocab
     return read_ids(target_ids(d2t), vocab, subject.t2d), read_ids(d2t, vocab, subject.t2d)
 
 
 def _is_absolute(readings: tuple[Reading, Reading]) -> bool:
-    from ...head.vocab import ABSOLUTE, kind_of
+    from ...drafters.vocab import ABSOLUTE, kind_of
 
     return kind_of(*readings) == ABSOLUTE
 
 
 def _is_either(readings: tuple[Reading, Reading]) -> bool:
-    from ...head.vocab import EITHER, kind_of
+    from ...drafters.vocab import EITHER, kind_of
 
     return kind_of(*readings) == EITHER
 

@@ -7,9 +7,9 @@ import torch
 from support.kimi import KIMI_MLA, small
 
 from kconv.calibrate.batches import Batch, Calibration
-from kconv.head.forward import DraftHead
-from kconv.head.slots import needs
-from kconv.head.spec import Gqa, HeadSpec, Mla, Rope, Yarn
+from kconv.drafters.forward import DraftHead
+from kconv.drafters.slots import needs
+from kconv.drafters.spec import Gqa, HeadSpec, Mla, Rope, Yarn
 
 YARN = Yarn(32.0, 64, beta_fast=4.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=0.8)
 MLA = small(

@@ -15,6 +15,7 @@ from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import read_manifest, verify
 from kconv.cli import main
 from kconv.convert.read import read_head
+from kconv.drafters.spec import Gqa, Mla
 from kconv.engines import by_name
 from kconv.errors import (
     CalibrationInvalid,
@@ -24,7 +25,6 @@ from kconv.errors import (
     LayoutCannot,
     PromptsInvalid,
 )
-from kconv.head.spec import Gqa, Mla
 from kconv.targets.config import read_target_config
 from kconv.targets.states import open_states
 from kconv.validate.structure import check_source, check_values, is_identical

@@ -11,10 +11,10 @@ from kconv.convert.attention.convert import as_stored, fit_attention, outline
 from kconv.convert.attention.swap import Shape, attention_of, with_attention
 from kconv.convert.attention.to_mha import convert_to_mha
 from kconv.convert.attention.to_mla import Choices, attention_error, convert_to_mla
+from kconv.drafters.chain import draft_logits, lengths, overlap
+from kconv.drafters.forward import DraftHead
+from kconv.drafters.spec import Gqa, Mla, Rope, Yarn
 from kconv.errors import CalibrationInvalid, ConversionInaccurate, LayoutCannot, TensorValue
-from kconv.head.chain import draft_logits, lengths, overlap
-from kconv.head.forward import DraftHead
-from kconv.head.spec import Gqa, Mla, Rope, Yarn
 
 pytestmark = pytest.mark.usefixtures("short_gauges")
 WIDE = Shape(latent=32, rotary=8, q_lora_rank=32, kv_lora_rank=40, qk_rope_head_dim=16)

@@ -16,7 +16,7 @@ from kconv.convert.attention.rotary import find_ladders, split_rotary
 from kconv.convert.attention.swap import Latents, Shape, attention_of, with_attention
 from kconv.convert.attention.to_mha import assemble_mha
 from kconv.convert.attention.to_mla import Distances, as_gqa, assemble_mla, pad_mla
-from kconv.head.forward import DraftHead
+from kconv.drafters.forward import DraftHead
 
 META = torch.device("meta")
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from kconv.convert.attention.convert import outline
 from kconv.convert.attention.swap import attention_of, with_attention
 from kconv.convert.attention.to_mha import assemble_mha
+from kconv.drafters.attention import CausalContext
+from kconv.drafters.rope import rotary_dims
+from kconv.drafters.spec import Mla, Rope, Yarn
+from kconv.drafters.yarn import cos_sin_factor
 from kconv.errors import LayoutCannot
-from kconv.head.attention import CausalContext
-from kconv.head.rope import rotary_dims
-from kconv.head.spec import Mla, Rope, Yarn
-from kconv.head.yarn import cos_sin_factor
 
 KIMI = Yarn(64.0, 4096, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)
 

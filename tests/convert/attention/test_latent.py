@@ -13,8 +13,8 @@ from kconv.convert.attention.moments import Moments, factor, root
 from kconv.convert.attention.swap import Shape, attention_of, with_attention
 from kconv.convert.attention.to_mha import Latent, gather, linearize
 from kconv.convert.attention.to_mla import pad_mla
-from kconv.head.attention import CausalContext
-from kconv.head.spec import Mla, Rope, Yarn
+from kconv.drafters.attention import CausalContext
+from kconv.drafters.spec import Mla, Rope, Yarn
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -11,8 +11,8 @@ from kconv.calibrate.measure import compare
 from kconv.convert.attention.convert import fit_attention
 from kconv.convert.attention.heal import HIDDEN, heal, loss_by_piece
 from kconv.convert.attention.swap import Shape
-from kconv.head.chain import overlap, unroll
-from kconv.head.forward import DraftHead
+from kconv.drafters.chain import overlap, unroll
+from kconv.drafters.forward import DraftHead
 
 pytestmark = pytest.mark.usefixtures("short_gauges")
 SHAPE = Shape(latent=6, rotary=8, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=16)

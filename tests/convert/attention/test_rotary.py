@@ -13,10 +13,10 @@ from kconv.convert.attention.rotary import Options, find_ladders, lengthen, spli
 from kconv.convert.attention.swap import attention_of, with_attention
 from kconv.convert.attention.to_mha import assemble_mha
 from kconv.convert.attention.to_mla import as_gqa
+from kconv.drafters.attention import CausalContext
+from kconv.drafters.rope import inverse_frequencies
+from kconv.drafters.spec import Gqa, Linear, Rope, Yarn
 from kconv.errors import LayoutCannot
-from kconv.head.attention import CausalContext
-from kconv.head.rope import inverse_frequencies
-from kconv.head.spec import Gqa, Linear, Rope, Yarn
 
 YARN = Yarn(8.0, 64, beta_fast=8.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=0.5)
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kconv.convert.attention.latents import measure_sensitivity
-from kconv.head.attention import ChainContext
-from kconv.head.chain import along_chains
+from kconv.drafters.attention import ChainContext
+from kconv.drafters.chain import along_chains
 
 SIZE = 0.03
 

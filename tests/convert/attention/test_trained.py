@@ -16,7 +16,7 @@ from kconv.convert.attention.heal import heal
 from kconv.convert.attention.swap import Shape, with_attention
 from kconv.convert.attention.to_mla import convert_to_mla
 from kconv.convert.read import read_head
-from kconv.head.spec import Gqa
+from kconv.drafters.spec import Gqa
 from kconv.targets.config import read_target_config
 from kconv.targets.forward import run_target
 from kconv.targets.model import load_target

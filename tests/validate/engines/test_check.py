@@ -118,7 +118,7 @@ def test_ctrl_c_and_sigterm_stop_what_was_started(play, tiny_target, tmp_path, n
     module.write_text(PROGRAM.replace("send_response(200)", "send_response(503)"))
     program = (
         "import sys; from pathlib import Path; from kconv.engines.base import Serving; "
-        "from kconv.engines.serving import serve; from kconv.engines.vllm import ENGINE\n"
+        "from kconv.serving.start import serve; from kconv.engines.vllm import ENGINE\n"
         "with serve(Serving(Path(sys.executable), Path(sys.argv[1])), ENGINE): pass"
     )
     # A shell's background job ignores Ctrl-C, and so would what it starts.

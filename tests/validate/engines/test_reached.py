@@ -8,8 +8,8 @@ import pytest
 from support.counting import NEW_TOKENS, STEPS, metrics
 
 from kconv.checkpoint.source import Folder
-from kconv.engines.client import ONE_TOKEN
 from kconv.errors import CountersMissing, DefinitionsMixed, EngineFailed, PromptsInvalid
+from kconv.serving.client import ONE_TOKEN
 from kconv.targets.tokenizer import load_tokenizer
 from kconv.validate.engines.check import FORWARD, Engined, check_engine
 from kconv.validate.engines.judge import COUNTS, OUTPUT, UNREACHED, judge

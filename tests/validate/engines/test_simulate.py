@@ -10,7 +10,7 @@ from support.good_heads import GOOD
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.source import Folder
 from kconv.convert.read import Head, read_head
-from kconv.head.chain import Acceptance
+from kconv.drafters.chain import Acceptance
 from kconv.validate.engines import check
 from kconv.validate.engines.check import Engined, EngineFound
 from kconv.validate.engines.judge import COUNTS, judge

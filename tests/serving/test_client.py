@@ -9,12 +9,12 @@ import time
 import pytest
 from support.loopback import trickling
 
-from kconv.engines import client as http
-from kconv.engines.ask import ask_all
-from kconv.engines.client import Client
 from kconv.engines.counters import Counts
 from kconv.engines.vllm import ACCEPTED, ACCEPTED_AT, DRAFTED, DRAFTS, ENGINE
 from kconv.errors import CountersMissing, EngineFailed
+from kconv.serving import client as http
+from kconv.serving.ask import ask_all
+from kconv.serving.client import Client
 
 COMPLETIONS = "/v1/completions"
 METRICS = """\
@@ -49,7 +49,7 @@ def test_asks_for_a_greedy_completion_that_no_end_of_text_cuts_short(client, sta
 WAITS = """
 import time
 from kconv.checkpoint.staging import heed_sigterm
-from kconv.engines.ask import ask_all
+from kconv.serving.ask import ask_all
 with heed_sigterm():
     for place, _ in ask_all(lambda one: time.sleep(one), [0, 3600, 3600], 2):
         print(place, flush=True)

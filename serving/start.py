@@ -16,10 +16,10 @@ from pathlib import Path
 
 from ..checkpoint.schema import parse_json
 from ..checkpoint.staging import heed_sigterm
+from ..engines.base import HOST, Engine, Serving, Starter
+from ..engines.start_server import REPORT
 from ..errors import EngineFailed
-from .base import HOST, Engine, Serving, Starter
 from .client import Client
-from .start_server import REPORT
 
 POLL_SECONDS = 0.5
 STOP_SECONDS = 20.0

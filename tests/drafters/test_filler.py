@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kconv.head.filler import make_filler, measure_margin, random_states
+from kconv.drafters.filler import make_filler, measure_margin, random_states
 
 DTYPES = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
 

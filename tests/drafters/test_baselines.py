@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kconv.head.chain import along_chains, greedy_acceptance, overlap
-from kconv.head.drafters import (
+from kconv.drafters.baselines import (
     bigram_drafts,
     bigram_overlap,
     certain_overlap,
@@ -17,6 +16,7 @@ from kconv.head.drafters import (
     distinct_ngrams,
     lookup_drafts,
 )
+from kconv.drafters.chain import along_chains, greedy_acceptance, overlap
 
 VOCAB = 6
 texts = st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30), min_size=1, max_size=4)

@@ -10,11 +10,11 @@ import pytest
 
 from kconv.engines import start_server
 from kconv.engines.base import Serving
-from kconv.engines.serving import serve
 from kconv.engines.trtllm import ENGINE as TRTLLM
 from kconv.engines.vllm import ENGINE as VLLM
 from kconv.engines.vllm import command, environment
 from kconv.errors import EngineFailed
+from kconv.serving.start import serve
 
 # Ready at once, with a child that ignores SIGTERM; both write down their process ids.
 READY = """
@@ -195,5 +195,5 @@ def test_mla_is_computed_as_plain_attention_where_it_meets_a_head_without(
 
 
 def test_importing_it_brings_neither_torch_nor_an_engine(tmp_path):
-    program = "import kconv.engines.serving, sys; assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)"
+    program = "import kconv.serving.start, sys; assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)"
     assert os.spawnl(os.P_WAIT, sys.executable, sys.executable, "-c", program) == 0

@@ -10,8 +10,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding
 
-from kconv.head.attention import CausalContext
-from kconv.head.spec import Gqa, Llama3, Mla, Norms, Rope, Yarn
+from kconv.drafters.attention import CausalContext
+from kconv.drafters.spec import Gqa, Llama3, Mla, Norms, Rope, Yarn
 
 ENTRIES = 7
 YARN = Yarn(8.0, 16, beta_fast=4.0, mscale=1.0, mscale_all_dim=0.8)

@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kconv.engines import ask, vllm_states
-from kconv.engines.client import Client
-from kconv.engines.vllm_states import ServedRunner, states_options
 from kconv.errors import ConnectionBroken, EngineFailed, StatesInvalid
+from kconv.serving import ask
+from kconv.serving.client import Client
+from kconv.serving.states import ServedRunner, states_options
 from kconv.targets.config import read_target_config
 from kconv.targets.forward import capture, generate_greedy
 from kconv.targets.model import load_target
@@ -208,7 +208,7 @@ def test_a_pipe_in_place_of_a_lock_is_not_waited_for(runner, stand_in, tmp_path)
 FAILS = """
 import sys
 from pathlib import Path
-from kconv.engines.vllm_states import swept
+from kconv.serving.states import swept
 with swept(Path(sys.argv[1])):
     sys.exit("failed")
 """
@@ -237,7 +237,7 @@ def test_a_server_that_hands_out_nothing_is_told(runner, stand_in):
 
 
 def test_a_server_that_dies_before_it_writes_is_told(runner, stand_in, monkeypatch):
-    monkeypatch.setattr(vllm_states, "HEALTH_SECONDS", 0.1)
+    monkeypatch.setattr("kconv.serving.states.HEALTH_SECONDS", 0.1)
     stand_in.answers["/v1/completions"] = answer()
     stand_in.answers["/health"] = (503, "")
     with pytest.raises(EngineFailed, match="the server died"):

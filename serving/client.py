@@ -15,6 +15,9 @@ from urllib.parse import urlsplit
 import httpx
 
 from ..checkpoint.schema import parse_json
+from ..engines.base import Engine
+from ..engines.counters import MOST, Counters, Counts, PerRequest, Totals
+from ..engines.registry import engines, recognize
 from ..errors import (
     ConnectionBroken,
     CountersDisturbed,
@@ -24,9 +27,6 @@ from ..errors import (
     ServerUnreachable,
 )
 from .ask import again, ask_each
-from .base import Engine
-from .counters import MOST, Counters, Counts, PerRequest, Totals
-from .registry import engines, recognize
 
 SHOWN = 500  # characters of an answer to show in a message
 ERRNO = re.compile(r"^\[Errno -?\d+\] ")

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kconv.drafters.attention import CausalContext
+from kconv.drafters.chain import along_chains, count_chains, draft_logits, draft_tokens, unroll
+from kconv.drafters.spec import Gqa, Mla, Norms, Rope, Yarn
 from kconv.errors import PromptsInvalid
-from kconv.head.attention import CausalContext
-from kconv.head.chain import along_chains, count_chains, draft_logits, draft_tokens, unroll
-from kconv.head.spec import Gqa, Mla, Norms, Rope, Yarn
 
 gqas = st.builds(
     lambda kv_heads, groups, head_dim, bias: Gqa(kv_heads * groups, kv_heads, head_dim, bias),

@@ -27,10 +27,10 @@ import torch.nn.functional as F
 
 from ..checkpoint.header import read_header
 from ..checkpoint.tensors import NAMES, read_tensor
+from ..engines.keys import IDS
 from ..errors import EngineFailed, KconvError, StatesInvalid
 from .ask import again, ask_each
 from .client import SHOWN, Client
-from .keys import IDS
 
 WRITTEN_SECONDS, HEALTH_SECONDS, POLL_SECONDS = 120.0, 10.0, 0.01
 # Tokens of the beginning that is compared too: what they cost is little of a prefill.

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from kconv.drafters.attention import CausalContext
+from kconv.drafters.chain import draft_logits
+from kconv.drafters.forward import DraftHead
+from kconv.drafters.slots import needs
+from kconv.drafters.spec import Gqa, Mla, Norms, Rope, Yarn
 from kconv.errors import TensorMissing, TensorShape, TensorUnknown, TensorValue
-from kconv.head.attention import CausalContext
-from kconv.head.chain import draft_logits
-from kconv.head.forward import DraftHead
-from kconv.head.slots import needs
-from kconv.head.spec import Gqa, Mla, Norms, Rope, Yarn
 
 FLAGS = [Norms(*flags) for flags in itertools.product([False, True], repeat=4)]
 ATTENTIONS = [Gqa(6, 2, 8, bias=True), Gqa(3, 3, 4), Mla(3, 12, 16, 8, 4, 6)]

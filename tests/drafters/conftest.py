@@ -6,9 +6,9 @@ import pytest
 import torch
 from support.kimi import KIMI_MLA, small
 
-from kconv.head.forward import DraftHead
-from kconv.head.slots import needs
-from kconv.head.spec import Gqa, HeadSpec, Rope
+from kconv.drafters.forward import DraftHead
+from kconv.drafters.slots import needs
+from kconv.drafters.spec import Gqa, HeadSpec, Rope
 
 
 def _spec(**changes) -> HeadSpec:

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kconv.errors import PromptsInvalid
-from kconv.head.attention import CausalContext
-from kconv.head.chain import (
+from kconv.drafters.attention import CausalContext
+from kconv.drafters.chain import (
     Acceptance,
     along_chains,
     draft_tokens,
@@ -19,7 +18,8 @@ from kconv.head.chain import (
     overlap_acceptance,
     pool,
 )
-from kconv.head.spec import Gqa, Mla
+from kconv.drafters.spec import Gqa, Mla
+from kconv.errors import PromptsInvalid
 
 
 class TableTarget:

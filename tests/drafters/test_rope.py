@@ -14,8 +14,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 )
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from kconv.errors import ConfigUnsupported
-from kconv.head.rope import (
+from kconv.drafters.rope import (
     cos_sin,
     inverse_frequencies,
     partial_factor,
@@ -23,8 +22,9 @@ from kconv.head.rope import (
     rotate_halves,
     rotate_pairs,
 )
-from kconv.head.spec import Gqa, Linear, Llama3, Mla, Rope, Yarn
-from kconv.head.yarn import cos_sin_factor, softmax_scale
+from kconv.drafters.spec import Gqa, Linear, Llama3, Mla, Rope, Yarn
+from kconv.drafters.yarn import cos_sin_factor, softmax_scale
+from kconv.errors import ConfigUnsupported
 
 MLA = Mla(heads=4, q_lora_rank=12, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=16, v_head_dim=6)
 

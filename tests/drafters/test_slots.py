@@ -13,8 +13,8 @@ from transformers import DeepseekV3Config, LlamaConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from kconv.head.slots import SLOTS, needs
-from kconv.head.spec import Gqa, HeadSpec, Mla, Norms
+from kconv.drafters.slots import SLOTS, needs
+from kconv.drafters.spec import Gqa, HeadSpec, Mla, Norms
 
 
 def transformers_layer(spec: HeadSpec) -> dict[str, tuple[int, ...]]:

@@ -7,8 +7,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kconv.errors import ConfigInvalid
-from kconv.head.vocab import (
+from kconv.drafters.vocab import (
     ABSOLUTE,
     EITHER,
     IDENTITY,
@@ -22,6 +21,7 @@ from kconv.head.vocab import (
     read_ids,
     target_ids,
 )
+from kconv.errors import ConfigInvalid
 
 
 def vllm_logits(logits, d2t, vocab):

@@ -104,7 +104,7 @@ class Expected:
         shape: the shape that the spec needs.
         dtypes: safetensors dtypes it may have.
         may_be_absent: whether engines can do without it.
-        formula: how the shape is computed, in the names of `head.slots`; empty if it is packed from several tensors.
+        formula: how the shape is computed, in the names of `drafters.slots`; empty if it is packed from several.
     """
 
     name: str

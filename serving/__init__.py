@@ -1,0 +1,1 @@
+"""Start, ask and watch a running engine."""
