@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ..checkpoint.schema import MAX_JSON, first_wrong, load_json, read_bounded
+from ..checkpoint.schema import MAX_JSON, find_wrong, load_json, read_bounded
 from ..errors import AcceptanceInvalid, NotACheckpoint
 
 ACCEPTANCE = "acceptance.json"
@@ -338,7 +338,7 @@ def join(files: Sequence[AcceptanceFile]) -> AcceptanceFile:
         )
     except ValidationError as fault:
         raise AcceptanceInvalid(
-            f"the files cannot be joined: {first_wrong(fault)}", where=first.head, fix="Remove one of the two."
+            f"the files cannot be joined: {find_wrong(fault)}", where=first.head, fix="Remove one of the two."
         ) from fault
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..checkpoint.bytes import file_digest
-from ..checkpoint.schema import first_wrong, parse_json, read_text
+from ..checkpoint.schema import find_wrong, parse_json, read_text
 from ..errors import AcceptanceInvalid, DefinitionsMixed
 from .acceptance import AcceptanceFile, AcceptanceRow
 from .golden import CODING, SPEED_BENCH, read_curve
@@ -72,7 +72,7 @@ def quote(file: Path, head: str | None, url: str | None, said: Mapping[str, Any]
         )
     except ValidationError as fault:
         raise AcceptanceInvalid(
-            f"the figures are invalid: {first_wrong(fault)}", where=file, fix="State what the file leaves open."
+            f"the figures are invalid: {find_wrong(fault)}", where=file, fix="State what the file leaves open."
         ) from fault
 
 

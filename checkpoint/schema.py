@@ -15,6 +15,7 @@ import stat
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, get_args
@@ -74,7 +75,7 @@ def load_json(
         _refuse_many_keys(text)
         return model.model_validate_json(text)
     except ValidationError as fault:
-        raise error(f"{file.name} is not a valid {what}: {first_wrong(fault)}", where=file, fix=fix) from fault
+        raise error(f"{file.name} is not a valid {what}: {find_wrong(fault)}", where=file, fix=fix) from fault
     except ValueError as fault:
         raise error(f"{file.name} is not a valid {what}: {fault}", where=file, fix=fix) from fault
 
@@ -114,11 +115,10 @@ def check_values(
     try:
         return model.model_validate({} if values is None else values)
     except ValidationError as fault:
-        place, why = wrong_at(fault, model)
-        line = line_of(text, place)
+        wrong = find_wrong(fault, model)
+        line = line_of(text, wrong.place)
         where = f"{where or what}:{line}" if line else where
-        at = "" if why.startswith("is ") else f" at {'.'.join(map(str, place)) or 'its top'}"
-        raise error(f"the {what} is wrong{at}: {_sentence(place, why)}", where=where, fix=fix) from fault
+        raise error(wrong.of(what), where=where, fix=fix) from fault
 
 
 def parse_yaml(text: str | bytes, error: type[KconvError], *, where: object, what: str, fix: str) -> Any:
@@ -421,49 +421,65 @@ def parse_object(text: bytes) -> dict[str, Any]:
     return value
 
 
-def first_wrong(fault: ValidationError) -> str:
-    """Return the first error and its place, e.g. "the key draft_tokens is missing"."""
-    parts, what = wrong_at(fault)
-    place = ".".join(map(str, parts))
-    return f"{place}: {what}" if place and not what.startswith("is ") else _sentence(parts, what)
+@dataclass(frozen=True)
+class Wrong:
+    """What is wrong with values that do not match a schema; as text, one sentence with its place.
 
+    Attributes:
+        place: the keys that lead there.
+        what: a sentence; or, if its subject is the key, the rest of it.
+        subject: what the sentence calls the key, before its name; None if the key is not its subject.
+    """
 
-def _sentence(place: Sequence[str | int], what: str) -> str:
-    """Return an error as a sentence; one that begins with "is" is about the key at its place."""
-    key = ".".join(map(str, place))
-    if not key or not what.startswith("is "):
-        return what
-    return f"the key {key} {what}" if what == WORDS["missing"] else f"{key} {what}"
+    place: tuple[str | int, ...]
+    what: str
+    subject: str | None = None
+
+    def __str__(self) -> str:
+        key = ".".join(map(str, self.place))
+        if not key:
+            return self.what
+        return f"{key}: {self.what}" if self.subject is None else f"{self.subject}{key} {self.what}"
+
+    def of(self, whole: str) -> str:
+        """Return the sentence that says what is wrong with the whole, e.g. "recipe"."""
+        if self.subject is not None:
+            return f"the {whole} is wrong: {self}"
+        return f"the {whole} is wrong at {'.'.join(map(str, self.place)) or 'its top'}: {self.what}"
 
 
 class WrongValue(ValueError):
-    """Raised by a validator for a part of its value: the keys that lead there, and the error."""
+    """Raised by a validator for a part of its value: what is wrong, with the keys that lead there."""
 
-    def __init__(self, what: str, place: Sequence[str | int]) -> None:
-        self.what, self.place = what, tuple(place)
-        super().__init__(what)
+    def __init__(self, wrong: Wrong) -> None:
+        self.wrong = wrong
+        super().__init__(wrong.what)
 
 
-def wrong_at(fault: ValidationError, model: type[BaseModel] | None = None) -> tuple[tuple[str | int, ...], str]:
-    """Return the keys that lead to the first error, and the error, with the nearest valid key."""
+def find_wrong(fault: ValidationError, model: type[BaseModel] | None = None) -> Wrong:
+    """Return the first error, with the nearest valid key."""
     errors = fault.errors()
     # A misspelled key also leaves the right one missing; the typo is what the user must fix.
     first = next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
     place = tuple(first["loc"])
     inner = (first.get("ctx") or {}).get("error")
     if isinstance(inner, WrongValue):
-        return (*place, *inner.place), inner.what
+        return replace(inner.wrong, place=(*place, *inner.wrong.place))
     if first["type"] == "extra_forbidden":
-        return place, no_such_key(str(place[-1]), _keys_at(model, place[:-1]))
-    return place, in_words(first)
+        return no_such_key(place, _keys_at(model, place[:-1]))
+    return wrong_value(first, place)
 
 
-def no_such_key(key: str, known: Sequence[str]) -> str:
-    """Return a message that the key is unknown, with the nearest key or all keys."""
-    near = get_close_matches(key, known, n=1)
-    if near:
-        return f"is not a known key; did you mean {near[0]}?"
-    return "is not a known key" + (f"; the keys are {', '.join(known)}" if known else "")
+def wrong_value(error: Mapping[str, Any], place: tuple[str | int, ...]) -> Wrong:
+    """Return one of pydantic's errors in words."""
+    return Wrong(place, in_words(error), "the key " if error["type"] == "missing" else None)
+
+
+def no_such_key(place: tuple[str | int, ...], known: Sequence[str]) -> Wrong:
+    """Return that the last key of a place is unknown, with the nearest key or all keys."""
+    near = get_close_matches(str(place[-1]), known, n=1)
+    others = f"; did you mean {near[0]}?" if near else f"; the keys are {', '.join(known)}" if known else ""
+    return Wrong(place, f"is not a known key{others}", "")
 
 
 # Plain wording for pydantic's error types; its own messages are about Python.

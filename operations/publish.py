@@ -217,7 +217,7 @@ class Publish(Operation):
         from pydantic import ValidationError
 
         from ..cards.publish.floor import Floor
-        from ..checkpoint.schema import first_wrong
+        from ..checkpoint.schema import find_wrong
 
         about = {name: getattr(self, name) for name in ABOUT + MORE if getattr(self, name) is not None}
         renamed = {"target_name": "target", "min_prompts": "prompts"}
@@ -226,7 +226,7 @@ class Publish(Operation):
             return Floor.model_validate(values | {"metric": self.metric, "at_least": self.min_acceptance})
         except ValidationError as error:
             raise RequestInvalid(
-                f"invalid minimum acceptance: {first_wrong(error)}", fix="See docs/release.md."
+                f"invalid minimum acceptance: {find_wrong(error)}", fix="See docs/release.md."
             ) from error
 
 

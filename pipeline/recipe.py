@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -17,7 +17,16 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ..cards.facts import Facts
 from ..cards.publish.floor import Floor
-from ..checkpoint.schema import MAX_YAML, WrongValue, check_values, no_such_key, parse_yaml, read_text, wrong_at
+from ..checkpoint.schema import (
+    MAX_YAML,
+    Wrong,
+    WrongValue,
+    check_values,
+    find_wrong,
+    no_such_key,
+    parse_yaml,
+    read_text,
+)
 from ..errors import RecipeInvalid
 from ..operations import OPERATIONS, load
 from ..operations.base import Operation, plain_name
@@ -76,22 +85,22 @@ def read_step(values: Any) -> Step:
         near = get_close_matches(str(do), kinds(), n=1)
         said = f"do is {do!r}, which is not an operation" if "do" in values else "the key `do` is missing"
         said += f"; did you mean {near[0]}?" if near else f"; use one of {', '.join(kinds())}"
-        raise WrongValue(said, ("do",) if "do" in values else ())
+        raise WrongValue(Wrong(("do",) if "do" in values else (), said))
     rest = {str(key): value for key, value in values.items() if key != "do"}
     cls = load(do.replace("-", "_"))
     output = cls.output()
     if output in rest:
-        raise WrongValue("the run sets it; remove it", (output,))
+        raise WrongValue(Wrong((output,), "the run sets it; remove it"))
     try:
         return Step(do, cls.model_validate(rest | ({output: UNNAMED} if output else {})))
     except ValidationError as fault:
-        place, why = wrong_at(fault, cls)
-        if place and place[0] in rest and place[0] not in {plain_name(name) for name in cls.model_fields}:
+        wrong = find_wrong(fault, cls)
+        if wrong.place and wrong.place[0] in rest and wrong.place[0] not in {plain_name(n) for n in cls.model_fields}:
             known = [plain_name(name) for name in cls.model_fields if name != output]
-            why = no_such_key(str(place[0]), known)
+            wrong = no_such_key(wrong.place, known)
         # A recipe has keys where the command line has flags.
-        said = FLAG.sub(lambda found: f"`{found[1].replace('-', '_')}`", why)
-        raise WrongValue(said, place) from fault
+        said = FLAG.sub(lambda found: f"`{found[1].replace('-', '_')}`", wrong.what)
+        raise WrongValue(replace(wrong, what=said)) from fault
 
 
 class Release(BaseModel):
@@ -117,7 +126,7 @@ class Release(BaseModel):
         seen: set[str] = set()
         for name, step in self.steps.items():
             if not NAME.fullmatch(name) or name in TAKEN:
-                raise WrongValue(f"{name!r} is not a valid step name", ("steps", name))
+                raise WrongValue(Wrong(("steps", name), f"{name!r} is not a valid step name"))
             for field, value in step.inputs():
                 found = reference(value)
                 if found and found[0] not in seen:
@@ -125,14 +134,14 @@ class Release(BaseModel):
                     near = get_close_matches(found[0], seen, n=1)
                     nearest = f"did you mean ${near[0]}?" if near else f"there are {known}"
                     said = f"{name}.{field} is {value}, but no earlier step has that name ({nearest})"
-                    raise WrongValue(said, ("steps", name, field))
+                    raise WrongValue(Wrong(("steps", name, field), said))
                 if found and any(part in ("", ".", "..") for part in found[1].split("/")[1:]):
                     said = f"{name}.{field} is {value}, which is not part of an output"
-                    raise WrongValue(said, ("steps", name, field))
+                    raise WrongValue(Wrong(("steps", name, field), said))
                 made = type(self.steps[found[0]].request).OUTPUT if found else ""
                 if found and made and found[1] != f"/{made}":
                     said = f"{name}.{field} is {value}, but {found[0]} only makes ${found[0]}/{made}"
-                    raise WrongValue(said, ("steps", name, field))
+                    raise WrongValue(Wrong(("steps", name, field), said))
             seen.add(name)
         return self
 
@@ -148,7 +157,7 @@ class Release(BaseModel):
         if named and len(partial) == len(named):
             name, key = partial[0]
             said = f"{name} measures only a part of the suite ({key}), which does not count for min_acceptance"
-            raise WrongValue(said, ("steps", name, key))
+            raise WrongValue(Wrong(("steps", name, key), said))
         return self
 
     def _partial(self, value: str) -> tuple[str, str] | None:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from ..checkpoint.schema import MAX_YAML, in_words, line_of, no_such_key, parse_yaml, read_bounded
+from ..checkpoint.schema import MAX_YAML, Wrong, line_of, no_such_key, parse_yaml, read_bounded, wrong_value
 from ..convert.captured import default_outputs
 from ..convert.rope import read_rope
 from ..drafters.spec import Gqa, HeadSpec, Linear, Llama3, Mla, Norms, Rope, Yarn
@@ -147,17 +147,16 @@ def parse_recipe(values: Mapping[str, Any], where: Where | None = None) -> Eagle
 
 
 def _wrong(errors: Sequence[Any], where: Where) -> RecipeInvalid:
-    place, why = _wrong_at(errors)
-    key = ".".join(map(str, place))
+    wrong = _find_wrong(errors)
     return RecipeInvalid(
-        f"the head's recipe is wrong{f': the key {key}' if why.startswith('is ') else f' at {key}:'} {why}",
-        where=where(place),
+        wrong.of("head's recipe"),
+        where=where(wrong.place),
         fix=f"The keys are {', '.join(field.name for field in fields(EagleRecipe))}.",
     )
 
 
-def _wrong_at(found: Sequence[Any]) -> tuple[tuple[str | int, ...], str]:
-    """Return the keys that lead to the first error, and the error, with the nearest valid key."""
+def _find_wrong(found: Sequence[Any]) -> Wrong:
+    """Return the first error, with the nearest valid key."""
     choices: dict[tuple[str | int, ...], list[Any]] = {}
     for error in found:
         tag = max((i + 1 for i, part in enumerate(error["loc"]) if part in CHOICES), default=0)
@@ -169,10 +168,10 @@ def _wrong_at(found: Sequence[Any]) -> tuple[tuple[str | int, ...], str]:
     first = next((error for error in errors if error["type"] == "unexpected_keyword_argument"), errors[0])
     place = tuple(part for part in first["loc"] if part not in CHOICES)
     if first["type"] != "unexpected_keyword_argument":
-        return place, in_words(first)
+        return wrong_value(first, place)
     tag = next((part for part in reversed(first["loc"]) if part in CHOICES), None)
     model = CHOICES[str(tag)] if tag else Rope if place[:-1] else EagleRecipe
-    return place, no_such_key(str(place[-1]), [field.name for field in fields(model)])
+    return no_such_key(place, [field.name for field in fields(model)])
 
 
 def check_recipe(recipe: EagleRecipe, where: Where = lambda _: "") -> None:
