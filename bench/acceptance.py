@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from ..checkpoint.schema import MAX_JSON, find_wrong, load_json, read_bounded
 from ..errors import AcceptanceInvalid, NotACheckpoint
+from ..strict import StrictModel
 
 ACCEPTANCE = "acceptance.json"
 OVERALL = ""  # the category of a figure over the whole of a dataset
@@ -49,11 +50,7 @@ def suite_name(dataset: str) -> str:
     return SPELLINGS.get(re.sub(r"[-_ ]", "", dataset).lower(), dataset)
 
 
-class _AcceptancePart(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Interval(_AcceptancePart):
+class Interval(StrictModel):
     """A bootstrap confidence interval.
 
     Attributes:
@@ -70,7 +67,7 @@ class Interval(_AcceptancePart):
     units: int
 
 
-class Sanity(_AcceptancePart):
+class Sanity(StrictModel):
     """The target's answers; repetitive text inflates every drafter's acceptance.
 
     Attributes:
@@ -84,7 +81,7 @@ class Sanity(_AcceptancePart):
     cut: float
 
 
-class Speed(_AcceptancePart):
+class Speed(StrictModel):
     """Output tokens per second of wall clock, with and without speculation, on the same prompts.
 
     Attributes:
@@ -99,14 +96,14 @@ class Speed(_AcceptancePart):
     same_answers: float
 
 
-class SpeedFigure(_AcceptancePart):
+class SpeedFigure(StrictModel):
     """A figure of speed, with its interval if there are two or more prompts."""
 
     value: float
     interval: Interval | None = None
 
 
-class SpeedRow(_AcceptancePart):
+class SpeedRow(StrictModel):
     """Speed at one concurrency, with and without the draft; a speed-up applies only to that concurrency.
 
     Attributes:
@@ -145,7 +142,7 @@ class SpeedRow(_AcceptancePart):
     date: str
 
 
-class AcceptanceRow(_AcceptancePart):
+class AcceptanceRow(StrictModel):
     """One figure with its full key.
 
     Attributes:
@@ -245,7 +242,7 @@ class AcceptanceRow(_AcceptancePart):
         return getattr(self, name)
 
 
-class SuiteRecord(_AcceptancePart):
+class SuiteRecord(StrictModel):
     """The parts of a dataset, so that a table can show what is missing.
 
     Attributes:
@@ -262,7 +259,7 @@ class SuiteRecord(_AcceptancePart):
     source: Literal["whole", "excerpt"] | None = None
 
 
-class AcceptanceFile(_AcceptancePart):
+class AcceptanceFile(StrictModel):
     """The figures about one head; the schema of acceptance.json.
 
     Attributes:
@@ -278,13 +275,13 @@ class AcceptanceFile(_AcceptancePart):
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
     head: str
-    weights: dict[str, str] = {}
+    weights: dict[str, str] = Field(default={})
     config: str = ""
     suites: tuple[SuiteRecord, ...] = ()
     rows: tuple[AcceptanceRow, ...] = Field(min_length=1)
     speeds: tuple[SpeedRow, ...] = ()
     kconv: str | None = None
-    provenance: dict[str, Any] = {}
+    provenance: dict[str, Any] = Field(default={})
 
     @model_validator(mode="after")
     def _no_row_twice(self) -> Self:

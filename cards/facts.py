@@ -9,11 +9,12 @@ import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
 from ..checkpoint.schema import load_yaml
 from ..engines.registry import engines
 from ..errors import FactsInvalid
+from ..strict import StrictModel
 from .licenses import LICENSES
 
 
@@ -68,18 +69,14 @@ NOTED = ("overview", "license", "input", "output", "software", "training", "infe
          "ethics")  # fmt: skip
 
 
-class _FactsPart(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Link(_FactsPart):
+class Link(StrictModel):
     """A title and an optional URL."""
 
     title: Words
     url: Words | None = None
 
 
-class LicenseFacts(_FactsPart):
+class LicenseFacts(StrictModel):
     """The head's license terms."""
 
     id: Words | None = Field(default=None, description="its license, by kconv's id for it")
@@ -101,7 +98,7 @@ class LicenseFacts(_FactsPart):
         return value and value.lower()
 
 
-class Architecture(_FactsPart):
+class Architecture(StrictModel):
     """What the head is, if its files are not available."""
 
     type: Words | None = Field(default=None, description="e.g. Transformers")
@@ -111,7 +108,7 @@ class Architecture(_FactsPart):
     tensor_type: Words | None = Field(default=None, description="e.g. BF16")
 
 
-class Channel(_FactsPart):
+class Channel(StrictModel):
     """An input or output of the head."""
 
     types: Words | None = Field(default=None, description="e.g. Text")
@@ -120,7 +117,7 @@ class Channel(_FactsPart):
     other: Words | None = Field(default=None, description="e.g. the context length")
 
 
-class Runtime(_FactsPart):
+class Runtime(StrictModel):
     """What it runs on."""
 
     engines: Words | None = Field(default=None, description="engines that it was published for")
@@ -129,7 +126,7 @@ class Runtime(_FactsPart):
     tested_on: Words | None = Field(default=None, description="hardware that it was tested on")
 
 
-class Dataset(_FactsPart):
+class Dataset(StrictModel):
     """A dataset, for training or for evaluation."""
 
     name: Words
@@ -142,7 +139,7 @@ class Dataset(_FactsPart):
     properties: Words | None = None
 
 
-class Training(_FactsPart):
+class Training(StrictModel):
     """How it was trained."""
 
     framework: Words | None = Field(default=None, description="the training framework, with its version")
@@ -161,7 +158,7 @@ class Training(_FactsPart):
     duration: Words | None = Field(default=None, description="how long")
 
 
-class Serve(_FactsPart):
+class Serve(StrictModel):
     """How to serve it in an engine, besides what every head needs."""
 
     requires: Words | None = Field(default=None, description="the engine's version, e.g. vLLM >= 0.32")
@@ -187,7 +184,7 @@ class Serve(_FactsPart):
         return value
 
 
-class Facts(_FactsPart):
+class Facts(StrictModel):
     """A facts file.
 
     Attributes:
@@ -269,12 +266,12 @@ def read_facts(file: Path) -> Facts:
     )
 
 
-def question(facts: type[BaseModel], path: str) -> str:
+def question(facts: type[StrictModel], path: str) -> str:
     """Return the question that a field answers, by its dotted name, "" for a field without one."""
     model: Any = facts
     words = ""
     for name in path.split("."):
-        field = model.model_fields.get(name) if isinstance(model, type) and issubclass(model, BaseModel) else None
+        field = model.model_fields.get(name) if isinstance(model, type) and issubclass(model, StrictModel) else None
         if field is None:
             return words
         words, model = field.description or "", field.annotation

@@ -10,10 +10,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
 from ..errors import KconvError, ManifestMismatch, NotACheckpoint
 from ..escape import command
+from ..strict import StrictModel
 from .bytes import Look, Wanted, file_digest
 from .folder import Checkpoint, list_names, open_checkpoint
 from .schema import load_json
@@ -49,13 +50,7 @@ def _bare(name: str) -> str:
 FileName = Annotated[str, AfterValidator(_bare)]
 
 
-class Record(BaseModel):
-    """A part of a file that kconv writes: unknown keys are refused, and values cannot change once read."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class TensorRecord(Record):
+class TensorRecord(StrictModel):
     """A tensor of the source or the output: its name, dtype, shape, and the blake3 of its bytes."""
 
     name: str
@@ -64,7 +59,7 @@ class TensorRecord(Record):
     blake3: str
 
 
-class StepRecord(Record):
+class StepRecord(StrictModel):
     """How one output tensor was made; `reason` explains a computed one."""
 
     action: Action
@@ -79,7 +74,7 @@ class DroppedRecord(TensorRecord):
     reason: str
 
 
-class Hints(Record):
+class Hints(StrictModel):
     """The user's options where a head's config is silent or ambiguous.
 
     Attributes:
@@ -105,7 +100,7 @@ class Hints(Record):
 FactValue = bool | int | float | tuple[int, ...]
 
 
-class Unverified(Record):
+class Unverified(StrictModel):
     """A fact about a head that rests on the user's word or on a default, without confirmation.
 
     Attributes:
@@ -121,7 +116,7 @@ class Unverified(Record):
     against: str = ""
 
 
-class FileRecord(Record):
+class FileRecord(StrictModel):
     """A file of the output, by its bare name; `sha256` is the digest that the Hub shows."""
 
     name: FileName
@@ -136,7 +131,7 @@ class FileRecord(Record):
             return False
 
 
-class Parameters(Record):
+class Parameters(StrictModel):
     """Numbers of weight elements: trained with the head, copied from its target, or either of the two."""
 
     trained: int
@@ -149,7 +144,7 @@ class Parameters(Record):
         return self.trained + self.copied_from_target + self.unknown
 
 
-class ConversionRecord(Record):
+class ConversionRecord(StrictModel):
     """An attention conversion: an approximation, calibrated and measured.
 
     Attributes:
@@ -174,13 +169,13 @@ class ConversionRecord(Record):
     rows: int
     heal_steps: int
     held_out: dict[str, Any]
-    details: dict[str, Any] = {}
+    details: dict[str, Any] = Field(default={})
     prompts: tuple[str, ...] = ()
     fingerprint: tuple[float, ...] = ()
     before: ConversionRecord | None = None
 
 
-class Manifest(Record):
+class Manifest(StrictModel):
     """What an output was made from, and how; the schema of kconv.json.
 
     Attributes:

@@ -16,12 +16,13 @@ from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic.fields import FieldInfo
 
 from ..checkpoint.schema import in_words
 from ..errors import KconvError, MissingExtra, RequestInvalid, StepFailed
 from ..installed import install_command
+from ..strict import StrictModel
 
 if TYPE_CHECKING:
     from ..cards.facts import Facts
@@ -185,7 +186,7 @@ class Context:
         return nullcontext(lambda done, total, loss: None)
 
 
-class Operation(BaseModel):
+class Operation(StrictModel):
     """A request: its fields are the operation's options.
 
     Attributes:
@@ -197,7 +198,7 @@ class Operation(BaseModel):
         OF_RELEASE: whether its result depends on the facts of the release.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=plain_name, populate_by_name=True)
+    model_config = ConfigDict(alias_generator=plain_name, populate_by_name=True)
 
     EXAMPLES: ClassVar[tuple[str, ...]] = ()
     OUTPUT: ClassVar[str] = ""

@@ -260,7 +260,7 @@ def _outside(path: Path, state: State) -> str:
     if at.is_dir():
         known = {k.removeprefix(f"{at}/"): m for k, m in state.seen.items() if k.startswith(f"{at}/")}
         marks = mark_folder(at, known)
-        state.seen |= {f"{at}/{name}": one for name, one in marks.items()}
+        state.seen.update({f"{at}/{name}": one for name, one in marks.items()})
         return digest_marks(marks) or "empty"
     state.seen[str(at)] = mark(at, state.seen.get(str(at)))
     return state.seen[str(at)].sha256

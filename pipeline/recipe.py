@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ..cards.facts import Facts
 from ..cards.publish.floor import Floor
@@ -30,6 +30,7 @@ from ..checkpoint.schema import (
 from ..errors import RecipeInvalid
 from ..operations import OPERATIONS, load
 from ..operations.base import Operation, plain_name
+from ..strict import StrictModel
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,39}")
 # Files that the run itself writes next to the steps' outputs.
@@ -103,7 +104,7 @@ def read_step(values: Any) -> Step:
         raise WrongValue(replace(wrong, what=said)) from fault
 
 
-class Release(BaseModel):
+class Release(StrictModel):
     """A release.
 
     Attributes:
@@ -113,7 +114,7 @@ class Release(BaseModel):
         steps: by name, in the order in which they run.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(arbitrary_types_allowed=True)
 
     # pydantic only searches for an unanchored pattern, but a name becomes a path and a line of a workflow.
     name: str = Field(pattern=f"^{NAME.pattern}$")

@@ -15,21 +15,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import Field
 
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.schema import load_json
 from ..checkpoint.staging import writing
 from ..errors import ReleaseBusy, ReleaseStateInvalid
+from ..strict import StrictModel
 
 STATE, LOG, LOCK = "run.json", "run.jsonl", ".run.lock"
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class Mark(_Record):
+class Mark(StrictModel):
     """A file's state when it was hashed."""
 
     size: int
@@ -37,7 +34,7 @@ class Mark(_Record):
     sha256: str
 
 
-class Done(_Record):
+class Done(StrictModel):
     """A step's record.
 
     Attributes:
@@ -53,13 +50,13 @@ class Done(_Record):
     status: Literal["running", "done", "failed"]
     fingerprint: str
     stated: str = ""
-    files: dict[str, Mark] = {}
+    files: dict[str, Mark] = Field(default={})
     seconds: float = 0.0
     at: str = ""
     fault: str = ""
 
 
-class State(_Record):
+class State(StrictModel):
     """The schema of run.json.
 
     Attributes:
@@ -70,8 +67,8 @@ class State(_Record):
 
     schema_version: Literal[1] = 1
     kconv: str = ""
-    steps: dict[str, Done] = {}
-    seen: dict[str, Mark] = {}
+    steps: dict[str, Done] = Field(default={})
+    seen: dict[str, Mark] = Field(default={})
 
 
 def read_state(root: Path) -> State:

@@ -96,8 +96,7 @@ def run_release(
     _refuse_foreign(root)
     check_names(release, text, meant, root)
     with locked(root):
-        state = read_state(root)
-        state.kconv = version("kconv")
+        state = read_state(root).model_copy(update={"kconv": version("kconv")})
         with writing(root / RECIPE):
             (root / RECIPE).write_text(text, encoding="utf-8")
         steps = iter(release.steps.items())
@@ -130,7 +129,7 @@ def why_run(name: str, root: Path, state: State, mark_now: str) -> str:
         return "its output is gone"
     if _contents(now) != _contents(record.files):
         return "its output was changed"
-    record.files = now
+    state.steps[name] = record.model_copy(update={"files": now})
     return ""
 
 

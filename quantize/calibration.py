@@ -16,16 +16,16 @@ from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.formats import fused_group, is_scale
 from ..checkpoint.header import TensorInfo
-from ..checkpoint.manifest import Record
 from ..checkpoint.schema import load_json
 from ..checkpoint.staging import write_new
 from ..checkpoint.tensors import read_tensor
 from ..errors import InputScalesInvalid
+from ..strict import StrictModel
 from ..targets.config import TargetConfig
 from .pack import scale_2
 
 
-class TargetIdentity(Record):
+class TargetIdentity(StrictModel):
     """A target's identity, whatever form its weights are stored in.
 
     Attributes:
@@ -39,7 +39,7 @@ class TargetIdentity(Record):
     norm: str
 
 
-class CalibrationPrompts(Record):
+class CalibrationPrompts(StrictModel):
     """The calibration text: the file's sha256, prompts and tokens."""
 
     sha256: str
@@ -47,7 +47,7 @@ class CalibrationPrompts(Record):
     tokens: int
 
 
-class TargetCalibration(Record):
+class TargetCalibration(StrictModel):
     """The largest magnitudes at the inputs of a target's linear modules; the schema of calibration.json.
 
     Attributes:

@@ -11,17 +11,18 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from ..checkpoint.schema import MAX_YAML, check_values, parse_yaml, read_bounded
 from ..errors import RecipeInvalid
+from ..strict import StrictModel
 
 KvCache = Literal["fp8", "none"]
 # No engine reads these in four bits.
 NEVER = ("model.embed_tokens", "lm_head", "model.layers.*.mlp.gate", "model.layers.*.eh_proj")
 
 
-class Recipe(BaseModel):
+class Recipe(StrictModel):
     """What is quantized, and how.
 
     Attributes:
@@ -32,8 +33,6 @@ class Recipe(BaseModel):
         weight_only: whether activations stay bf16 (W4A16), and no module has an input_scale.
         kv_cache: the format of the engine's KV cache.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(min_length=1)
     about: str = ""

@@ -20,19 +20,20 @@ from blake3 import blake3
 from ..checkpoint.bytes import Entry, digest, stream, write_safetensors
 from ..checkpoint.formats import INPUT_SCALE, NVFP4, Int4
 from ..checkpoint.header import TensorInfo
-from ..checkpoint.manifest import Action, FileRecord, Record, StepRecord, TensorRecord
+from ..checkpoint.manifest import Action, FileRecord, StepRecord, TensorRecord
 from ..checkpoint.schema import load_json
 from ..checkpoint.staging import files_of
 from ..checkpoint.tensors import entry
 from ..checkpoint.values import Values
 from ..errors import TensorValue, WorkerFailed
+from ..strict import StrictModel
 from ..targets.weights import StoredWeight
 from .int4_to_nvfp4 import Int4Packer, amax_int4, fits
 from .pack import Packed, amax, pack, scale_2
 from .plan import FusedGroup, Module, QuantizePlan, Unit
 
 
-class UnitRecord(Record):
+class UnitRecord(StrictModel):
     """A finished file: itself, and how each of its tensors was made."""
 
     file: FileRecord

@@ -24,9 +24,9 @@ from pydantic.dataclasses import dataclass as record_dataclass
 
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.header import TensorInfo, read_header
-from ..checkpoint.manifest import Record
 from ..checkpoint.schema import load_json
 from ..errors import StatesInvalid
+from ..strict import StrictModel
 from .config import TargetConfig
 
 # Imported where needed: refusing states of another target takes less time than the import.
@@ -41,7 +41,7 @@ Kind = Literal["held-out", "sampled", "greedy", "dialogue"]
 DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 
 
-class TargetRecord(Record):
+class TargetRecord(StrictModel):
     """The target that the states come from.
 
     Attributes:
@@ -60,7 +60,7 @@ class TargetRecord(Record):
     lm_head_blake3: str
 
 
-class PromptsRecord(Record):
+class PromptsRecord(StrictModel):
     """What the sequences were made from.
 
     Attributes:
@@ -104,7 +104,7 @@ class SequenceRecord:
     answered: tuple[str, ...] = ()
 
 
-class FileRecord(Record):
+class FileRecord(StrictModel):
     """A file of the folder.
 
     Attributes:
@@ -128,7 +128,7 @@ class ShardRecord(FileRecord):
     count: int
 
 
-class RowsRecord(Record):
+class RowsRecord(StrictModel):
     """The tables of training rows in the index; see `targets.rows`.
 
     Attributes:
@@ -149,7 +149,7 @@ class RowsRecord(Record):
     prompts_sha256: str
 
 
-class ContentsRecord(Record):
+class ContentsRecord(StrictModel):
     """What the folder holds; the schema of sequences.json.
 
     Attributes:
@@ -170,7 +170,7 @@ class ContentsRecord(Record):
         return self.model_dump_json(indent=1) + "\n"
 
 
-class _OriginRecord(Record):
+class _OriginRecord(StrictModel):
     """What a folder of hidden states comes from."""
 
     schema_version: int = Field(alias="schema")

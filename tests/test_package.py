@@ -33,6 +33,13 @@ def test_every_folder_of_sources_is_a_package_and_is_installed():
     assert not [folder for folder in sources if not (folder / "__init__.py").exists()]
 
 
+def test_every_model_is_strict():
+    """Only the base derives from pydantic's own, so no model accepts unknown keys or changes once it was read."""
+    sources = [file for folder in folders() for file in folder.rglob("*.py")]
+    assert len(sources) > 200
+    assert [file for file in sources if "(BaseModel" in file.read_text()] == []
+
+
 def test_nothing_in_the_root_bears_a_name_of_the_standard_library():
     # Python puts the folder of a script on the path, and the root holds scripts' working directory.
     names = {file.stem for file in ROOT.glob("*.py")} | {folder.name for folder in folders()}

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from ..checkpoint.manifest import FactValue
+from ..strict import StrictModel
 
 TextKind = Literal["held-out", "sampled", "greedy"]
-# For every part of a report: no other keys, and values cannot change.
-STRICT = ConfigDict(extra="forbid", frozen=True)
 
 
-class _Record(BaseModel):
-    model_config = STRICT
-
-
-class TextFigures(_Record):
+class TextFigures(StrictModel):
     """A text that was used for measuring.
 
     Attributes:
@@ -33,7 +28,7 @@ class TextFigures(_Record):
     distinct_4grams: float
 
 
-class AcceptanceFigures(_Record):
+class AcceptanceFigures(StrictModel):
     """Acceptance of one drafter on one text.
 
     Attributes:
@@ -63,7 +58,7 @@ class AcceptanceFigures(_Record):
     rate_errors: tuple[float | None, ...] = ()
 
 
-class StepFigures(_Record):
+class StepFigures(StrictModel):
     """The difference between output and source at one draft step; fields as in `ParityFigures`.
 
     Attributes:
@@ -81,7 +76,7 @@ class StepFigures(_Record):
     rate_difference_se: float | None
 
 
-class ParityFigures(_Record):
+class ParityFigures(StrictModel):
     """How much the output's logits differ from the source's, over all draft steps of one text.
 
     Attributes:
@@ -113,7 +108,7 @@ class ParityFigures(_Record):
     kept_se: float | None = None
 
 
-class PartFigures(_Record):
+class PartFigures(StrictModel):
     """How far a part of the output's first draft step differs from the source's, on the source's own inputs.
 
     Attributes:
@@ -128,7 +123,7 @@ class PartFigures(_Record):
     rms_error: float
 
 
-class ReadingFigures(_Record):
+class ReadingFigures(StrictModel):
     """Acceptance of a head under one reading, compared with the best; see `validate.readings`.
 
     Attributes:
@@ -152,7 +147,7 @@ class ReadingFigures(_Record):
     behind_best_se: float | None
 
 
-class ReadingsDecided(_Record):
+class ReadingsDecided(StrictModel):
     """What the measured readings of a head decide.
 
     Attributes:
@@ -169,7 +164,7 @@ class ReadingsDecided(_Record):
     undecided: tuple[str, ...] = ()
 
 
-class EngineFigures(_Record):
+class EngineFigures(StrictModel):
     """An engine's results with a head, and what kconv expects.
 
     Attributes:
@@ -208,7 +203,7 @@ class EngineFigures(_Record):
     unreached: tuple[str, ...] | None = None
 
 
-class NoiseFigures(_Record):
+class NoiseFigures(StrictModel):
     """The difference between a quantized target's weights and its source's, over the tensors that became NVFP4.
 
     Attributes:
@@ -222,10 +217,10 @@ class NoiseFigures(_Record):
     median: float | None = None
     worst: float | None = None
     worst_tensor: str = ""
-    by_tensor: dict[str, float] = {}
+    by_tensor: dict[str, float] = Field(default={})
 
 
-class PerplexityFigures(_Record):
+class PerplexityFigures(StrictModel):
     """A quantized target compared with its source on held-out text, both in fp32 on dequantized weights.
 
     Inputs of NVFP4 linear layers with an input_scale are rounded as an engine rounds them.
@@ -248,7 +243,7 @@ class PerplexityFigures(_Record):
     top1: float
 
 
-class Figures(_Record):
+class Figures(StrictModel):
     """All measurements of a report.
 
     Attributes:

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from pydantic import BaseModel, Field, computed_field, field_validator, model_validator
+from pydantic import Field, computed_field, field_validator, model_validator
 
 from ..checkpoint.bytes import Look, Wanted, file_digest
 from ..checkpoint.folder import Checkpoint
@@ -16,7 +16,8 @@ from ..checkpoint.schema import load_json
 from ..convert.read import Head
 from ..engines.registry import engines
 from ..errors import NotACheckpoint, ReportInvalid, Severity
-from .figures import STRICT, Figures
+from ..strict import StrictModel
+from .figures import Figures
 
 if TYPE_CHECKING:
     from .measure import Measured
@@ -31,7 +32,7 @@ STOPS = ("error", "undecided")
 Outcome = Literal["pass", "fail", "undecided"]
 
 
-class Finding(BaseModel):
+class Finding(StrictModel):
     """A problem, or something that a user must know.
 
     Attributes:
@@ -47,8 +48,6 @@ class Finding(BaseModel):
         needs: the option that decides a fact left open, e.g. "--target org/name"; empty for any other finding.
     """
 
-    model_config = STRICT
-
     rule: str
     severity: Severity
     where: str
@@ -63,7 +62,7 @@ class Finding(BaseModel):
         return not self.engines or not set(runners).isdisjoint(self.engines)
 
 
-class Verdict(BaseModel):
+class Verdict(StrictModel):
     """What the findings come to for one engine.
 
     Attributes:
@@ -75,8 +74,6 @@ class Verdict(BaseModel):
         needs: the options that decide the facts left open, e.g. "--target org/name".
     """
 
-    model_config = STRICT
-
     engine: str
     runners: tuple[str, ...]
     outcome: Outcome
@@ -86,7 +83,7 @@ class Verdict(BaseModel):
     needs: tuple[str, ...]
 
 
-class Report(BaseModel):
+class Report(StrictModel):
     """The findings and figures about one folder; the schema of report.json.
 
     Attributes:
@@ -99,15 +96,13 @@ class Report(BaseModel):
         verdicts: one for each engine in `provenance.for`; kconv computes them again when it reads the file.
     """
 
-    model_config = STRICT
-
     schema_version: Literal[1] = Field(default=1, alias="schema")
     subject: str
-    weights: dict[str, str] = {}
+    weights: dict[str, str] = Field(default={})
     config: str = ""
     findings: tuple[Finding, ...] = ()
     figures: Figures = Figures()
-    provenance: dict[str, Any] = {}
+    provenance: dict[str, Any] = Field(default={})
 
     @field_validator("provenance")
     @classmethod

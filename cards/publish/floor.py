@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from ...bench.acceptance import OVERALL, AcceptanceFile, AcceptanceRow, Metric
 from ...checkpoint.schema import MAX_YAML, check_values, parse_yaml, read_bounded
 from ...errors import RecipeInvalid
+from ...strict import StrictModel
 from ...validate.figures import TextKind
 from ...validate.report import REPORT, Report
 from ..facts import Facts
@@ -22,10 +23,10 @@ RECIPE = "release.yaml"
 KEY, FACTS = "min_acceptance", "facts"
 # The texts of a validation report; the name says how the tokens were produced.
 TEXTS = get_args(TextKind)
-Part = TypeVar("Part", bound=BaseModel)
+Part = TypeVar("Part", bound=StrictModel)
 
 
-class Floor(BaseModel):
+class Floor(StrictModel):
     """The minimum acceptance for publishing; every part of it must be stated.
 
     Attributes:
@@ -41,8 +42,6 @@ class Floor(BaseModel):
         at_least: the minimum, in the metric's unit.
         max_loss: the largest loss of acceptance length against the head's source, as a share of the source's.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     metric: Metric
     suite: str = Field(min_length=1)

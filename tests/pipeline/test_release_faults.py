@@ -203,7 +203,7 @@ def test_a_record_that_cannot_be_read_is_named(made, root):
 
 def test_an_interrupted_step_is_made_again(made, root):
     state = read_state(root)
-    state.steps["trtllm"].status = "running"
+    state.steps["trtllm"] = state.steps["trtllm"].model_copy(update={"status": "running"})
     write_state(root, state)
     (root / "trtllm" / "half").write_text("what a killed run left")
     outcomes = carry_out(made, root)
