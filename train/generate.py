@@ -91,8 +91,9 @@ def generate(
     client = Client(request.url, request.model, request.timeout)
     busy = OutputExists(f"another run is writing {out}", fix="Wait for it, or choose another name.")
     why = ""
+    new = not os.path.lexists(out)
     with writing(out):
-        if not os.path.lexists(out):
+        if new:
             _refuse_nobody(client)
             out.parent.mkdir(parents=True, exist_ok=True)
             out.touch()
@@ -100,7 +101,7 @@ def generate(
             done = _answered(out)
             left = [prompt for prompt in prompts if prompt.digest not in done]
             counts: Counter[str] = Counter({SKIPPED: len(prompts) - len(left)})
-            if left:
+            if left and not new:
                 _refuse_nobody(client)
             with (
                 out.open("a", encoding="utf-8") as file,

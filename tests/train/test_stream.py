@@ -11,15 +11,17 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.cli import main
-from kconv.errors import EngineFailed
-from kconv.serving.states import LATE_SECONDS
+from kconv.errors import EngineFailed, StatesInvalid
+from kconv.serving.states import LATE_SECONDS, ServedRunner
 from kconv.targets.config import read_target_config
 from kconv.targets.forward import LocalRunner
 from kconv.targets.model import load_target, one_thread
@@ -78,7 +80,7 @@ def runner(tiny_target) -> LocalRunner:
     return LocalRunner(load_target(tiny_target, torch.float32))
 
 
-def stream(target: Path, data: Path, served: Served, **values) -> TrainJob:
+def stream(target: Path, data: Path, served: Served | ServedRunner, **values) -> TrainJob:
     config, tokenizer = read_target_config(target), load_tokenizer(target)
     return streamed_job(target, config, tokenizer, VALUES | values, Data(str(data)), served, None)
 
@@ -117,6 +119,38 @@ def test_a_server_that_dies_ends_the_training(tiny_target, data, runner, tmp_pat
     with pytest.raises(EngineFailed, match="does not answer"):
         train(job, tmp_path / "head")
     assert not (tmp_path / "head").exists()
+
+
+@dataclass
+class BrokenServer:
+    """Answers as vLLM's server does, but the first state of each sequence is not a number."""
+
+    runner: LocalRunner
+    lm_head: torch.Tensor
+    shared: Path
+    url: str = "http://here"
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def complete_whole(self, prompt, new_tokens, *, request_id, **_):
+        with self.lock:
+            captured, hidden = self.runner.capture(torch.tensor([prompt]), (1, 3, 5, 6))
+        states = captured[0].unflatten(1, (4, -1)).clone()
+        states[0, 0, 0] = float("nan")
+        file = self.shared / f"{request_id}.safetensors"
+        save_file({"hidden_states": states, "token_ids": torch.tensor(prompt)}, file)
+        file.with_name(f"{file.name}.lock").touch()
+        logprob, token = (hidden[0, -1] @ self.lm_head.T).log_softmax(-1).max(-1)
+        choice = {"logprobs": {"token_logprobs": [float(logprob)]}}
+        return [int(token)], {"choices": [choice], "kv_transfer_params": {"hidden_states_path": str(file)}}
+
+
+def test_states_that_are_not_numbers_are_named_before_the_loss_is(tiny_target, data, runner, tmp_path):
+    weights = load_file(tiny_target / "model.safetensors")
+    norm, lm_head = weights["model.norm.weight"], weights["lm_head.weight"]
+    server: Any = BrokenServer(runner, lm_head, tmp_path)
+    served = ServedRunner(server, tmp_path, read_target_config(tiny_target), norm, lm_head, "F32")
+    with pytest.raises(StatesInvalid, match="hold NaN or Inf"):
+        train(stream(tiny_target, data, served), tmp_path / "head")
 
 
 def test_no_more_is_asked_for_than_is_read_ahead(tiny_target, data, runner):
