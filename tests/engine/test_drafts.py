@@ -147,7 +147,8 @@ def folders(tmp_path_factory) -> dict[str, Path]:
         write_head(source, trainer, case.spec, lively_slots(case.spec, case.shared), config)
         head = read_head(open_checkpoint(source), layout=trainer, hints=Hints(captured=case.spec.captured))
         assert head.spec == case.spec
-        layout = by_name(case.layout)
+        # In float32, which TensorRT-LLM alone does not run.
+        layout = replace(by_name(case.layout), limits=())
         # SGLang reads some lists by the target's class, and takes the target's embedding, which vLLM does not.
         target = SharedTensors("tiny", {}, layers=7, model_type="kimi_k2") if case.layout != "vllm" else None
         execute(plan(head, layout, WriteOptions(target)), made[case.name])

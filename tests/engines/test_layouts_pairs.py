@@ -144,7 +144,7 @@ def test_a_layout_that_is_only_read_is_not_written(tmp_path):
 
 @pytest.mark.parametrize("out", WRITABLE, ids=lambda layout: layout.name)
 def test_a_head_of_several_files_becomes_one(tmp_path, out):
-    spec = replace(SPECS["mla"], dtype="F32")
+    spec = replace(SPECS["gqa"], dtype="F32")
     source = BY_NAME["modelopt"]
     folder = write_head(tmp_path / "source", source, spec, random_slots(spec), make_config(source, spec))
     tensors = sorted(load_file(folder / "model.safetensors").items())

@@ -32,7 +32,7 @@ def write_inputs(folder: Path) -> dict[str, Any]:
         "facts": {"base_model": "org/target", "license": {"id": "mit"}},
         "steps": {
             "vllm": {"do": "convert", "head": str(source), "to": "vllm"},
-            "trtllm": {"do": "convert", "head": "$vllm", "to": "trtllm"},
+            "trtllm": {"do": "convert", "head": "$vllm", "to": "trtllm", "dtype": "bfloat16"},
             "sglang": {"do": "convert", "head": "$vllm", "to": "sglang"},
             "report": {"do": "validate", "head": "$vllm", "source": str(source)},
             "card": {
