@@ -39,7 +39,7 @@ def renamed_head(folder, spec):
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
 def test_a_value_that_is_no_number_stops_it_and_is_named(tmp_path, dtype, wrong):
     names_of = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
-    source = renamed_head(tmp_path / "source", replace(MLA, dtype=names_of[dtype]))
+    source = renamed_head(tmp_path / "source", replace(GQA, dtype=names_of[dtype]))
     tensors = load_file(source / "model.safetensors")
     tensors["midlayer.mlp.up_proj.weight"][[0, 3, -1], [5, 0, -1]] = wrong
     save_file(tensors, source / "model.safetensors")

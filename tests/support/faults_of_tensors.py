@@ -200,6 +200,8 @@ OF_TENSORS = (
           engines=(TRTLLM,)),
     Fault("an MLA head in float16, for TensorRT-LLM", "K347", good("vllm", replace(MLA, dtype="F16")),
           engines=(TRTLLM,)),
+    Fault("an MLA head that is to be cast to float16, for TensorRT-LLM", "K347", MLA_TRT,
+          put(torch_dtype="float16", dtype="float16")),
     Fault("norms of queries and keys, for TensorRT-LLM", "K346", good("vllm", QK), engines=(TRTLLM,)),
     Fault("norms of queries and keys beside MLP biases, for vLLM", "K324", good("trtllm", replace(QK, mlp_bias=True)),
           engines=VLLM),

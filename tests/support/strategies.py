@@ -89,7 +89,7 @@ def portable_specs(draw: st.DrawFn) -> HeadSpec:
         rope=draw(mla_ropes if is_mla else gqa_ropes),
         captured=tuple(sorted(draw(st.sets(st.integers(0, 60), min_size=2, max_size=4)))),
         eps=draw(st.sampled_from([1e-5, 1e-6])),
-        dtype=draw(st.sampled_from(["BF16", "F16", "F32"])),
+        dtype="BF16" if is_mla else draw(st.sampled_from(["BF16", "F16", "F32"])),
         max_positions=draw(st.integers(8, 262144)),
         norms=norms,
         tokens=Tokens(draw(_TOKEN), draw(_TOKEN | st.lists(st.integers(0, 9), min_size=1).map(tuple)), draw(_TOKEN)),

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.changes import P, drop, nest, put
-from support.fault import GQA_TRT, GQA_VLLM, MLA_VLLM, MODELOPT_GQA, REDUCED, Fault
+from support.fault import GQA_TRT, GQA_VLLM, MLA_VLLM, MODELOPT_GQA, REDUCED, Fault, good
 from support.faults import FAULTS
 from support.good_heads import GOOD, Good
 from support.heads import GQA, MLA, TARGET
@@ -127,6 +127,14 @@ def test_a_tensor_that_tensorrt_llm_leaves_uninitialized_in_silence_fails_for_it
     (error,) = (finding for finding in report.findings if finding.severity == "error")
     assert (error.rule, error.where) == (rule, name)
     assert error.engines in ((), (TRTLLM,)) and not report.clean
+
+
+def test_weights_in_float32_are_no_error_where_tensorrt_llm_casts_them_to_bfloat16(tmp_path: Path):
+    """As an older revision of NVIDIA's MLA head for Kimi-K2 is: its config states bfloat16."""
+    head = good("trtllm", replace(MLA, dtype="F32"), (TRTLLM,))
+    report = check(write(tmp_path / "cast", head, put(torch_dtype="bfloat16", dtype="bfloat16")), Checks((TRTLLM,)))
+    assert not of(report, "K347") and of(report, "K208")
+    assert of(check(write(tmp_path / "kept", head, put()), Checks((TRTLLM,))), "K347")
 
 
 def test_a_rule_speaks_to_those_who_asked(tmp_path: Path):

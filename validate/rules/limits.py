@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+from ...checkpoint.header import FLOAT_DTYPES
 from ...engines.layout import Limit
 from ...engines.registry import engines
 from .head import HeadSubject
@@ -16,7 +18,12 @@ def _rule(limit: Limit) -> Rule[HeadSubject]:
     concerned = tuple(name for engine in engines() if limit in engine.layout.limits for name in engine.runner_names)
 
     def check(subject: HeadSubject) -> Iterator[Found]:
-        if subject.spec is not None and limit.applies(subject.spec, subject.slots):
+        if subject.spec is None:
+            return
+        # Engines cast the weights to the dtype that the config states; transformers 5 reads `dtype` first.
+        stated = str(subject.flat.get("dtype") or subject.flat.get("torch_dtype")).removeprefix("torch.")
+        spec = replace(subject.spec, dtype=FLOAT_DTYPES.get(stated, subject.spec.dtype))
+        if limit.applies(spec, subject.slots):
             yield Found("config.json", limit.what)
 
     # vLLM's own name begins with a small letter.
