@@ -50,7 +50,7 @@ def markdown(text: object) -> Markdown:
 
 def _in_a_cell(text: str) -> str:
     """Escape the bars of a table cell; a backslash before a bar would break the escape for some readers."""
-    return re.sub(r"(\\*)\|", lambda bar: rf"{bar[1] * 2}\|", text)
+    return re.sub(r"(?<!\\)(\\*)\|", lambda bar: rf"{bar[1] * 2}\|", text)
 
 
 def code(text: object) -> Markdown:

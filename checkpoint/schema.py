@@ -36,7 +36,9 @@ MAX_JSON = 512 << 20
 # values, the manifest above 8 million.
 MAX_JSON_VALUES, MAX_RECORDS_VALUES = 3_000_000, 10_000_000
 # More than the tensors of a trillion-parameter target; pydantic takes 2 KB for each key that a schema lacks.
-MAX_KEYS, KEY = 300_000, re.compile(rb'"((?:[^"\\]|\\.)*)"\s*:')
+MAX_KEYS = 300_000
+# A string, whole whether or not it is a key or ends at all: a search that begins again inside one takes hours.
+STRING = re.compile(rb'"((?:[^"\\]++|\\.)*+)(?:"(\s*+:)?|\\?\Z)', re.DOTALL)
 # A YAML file is written by hand.
 MAX_YAML, MAX_DEPTH, MAX_VALUES = 4 << 20, 64, 200_000
 # Text for people: a card, a license, a notice, a launch file.
@@ -389,8 +391,9 @@ def _refuse_many_keys(text: bytes) -> None:
     if len(text) < MAX_KEYS * len(b'"":0,'):
         return
     seen: set[bytes] = set()
-    for key in KEY.finditer(text):
-        seen.add(key[1])
+    for found in STRING.finditer(text):
+        if found[2]:
+            seen.add(found[1])
         if len(seen) > MAX_KEYS:
             raise ValueError(f"it holds more than {MAX_KEYS:,} different keys")
 

@@ -17,7 +17,7 @@ from .facts import Config, Names, stored_layers
 
 # A head's README takes some kilobytes, its front matter some lines.
 README_BYTES = 1_000_000
-FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*$", re.DOTALL | re.MULTILINE)
+FRONT_MATTER = re.compile(r"\A---[ \t\r]*\n(.*?)\n---[ \t\r]*$", re.DOTALL | re.MULTILINE)
 # A name that the Hub would accept for a repository: nothing else from an untrusted file becomes part of a command.
 REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 

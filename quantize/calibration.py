@@ -235,7 +235,8 @@ NORMS = {
 }
 # For two roundings to bf16 on the way, of 2^-8 each.
 SLACK = 1.02
-MODULE = re.compile(r"(?P<layer>(?:.*\.)?layers\.\d+)\.(?:.*\.)?(?P<last>\w+)")
+# The end is looked at first, once, and not behind each number of a long name.
+MODULE = re.compile(r"(?=.*\.\w+\Z)(?P<layer>(?:.*\.)?layers\.\d+)\.(?:.*\.)?(?P<last>\w+)")
 
 
 @dataclass(frozen=True)

@@ -307,7 +307,7 @@ def _fuse(modules: dict[str, Module]) -> dict[str, FusedGroup]:
 
 # The parts of a decoder layer that engines build separately, with the modules that each may contain.
 PARTS = ("self_attn", "mlp.shared_experts", "mlp.experts", "mlp")
-LAYER = re.compile(r"(?P<layer>.*model\.layers\.(?P<index>\d+))\.(?P<rest>.+)")
+LAYER = re.compile(r"(?P<layer>.*model\.layers\.(?P<index>\d+))\.(?P<rest>.+)", re.DOTALL)
 # Parts of a multimodal target that are not text.
 OTHERS = ("mm_projector", "vision_tower")
 

@@ -49,7 +49,7 @@ RECORDED = re.compile(
     r"|serve-[a-z0-9-]+\.(?:sh|yaml)",
     re.ASCII,
 )
-IMAGES = re.compile(r"!\[[^\]]*\]\(([^)\s]+)")
+IMAGES = re.compile(r"!\[(?:[^\]!]|!(?!\[))*+\]\(([^)\s]+)")
 
 
 # Weight files up to this size are held in memory like every other file: the Hub may treat them as small ones, whose

@@ -25,6 +25,11 @@ SECRETS = {
     "GitHub": "ghp" + "_" + LETTERS,
     "GitHub, fine-grained": "github_" + "pat_" + LETTERS,
     "GitLab": "glpat" + "-" + LETTERS[:20],
+    "GitLab, a runner": "GR" + "1348941" + LETTERS[:20],
+    "npm": "//registry.npmjs.org/:_auth" + "Token=npm" + "_" + LETTERS,
+    "npm, a legacy token": "//registry.npmjs.org/:_auth" + "Token= 01234567-89ab-cdef-0123-456789abcdef",
+    "a JSON web token": "eyJ" + "hbGciOiJIUzI1NiJ9" + ".eyJ" + "zdWIiOiIxIn0.c2lnbmF0dXJl",
+    "OpenAI, a project's": "sk" + "-proj-" + LETTERS[:20] + "T3Blbk" + "FJ" + LETTERS[:20],
     "AWS": "AKIA" + "ABCDEFGHIJKLMNOP",
     "NVIDIA": "nvapi" + "-" + LETTERS,
     "OpenAI": "sk" + "-" + LETTERS,
@@ -44,6 +49,11 @@ def test_each_kind_of_secret_is_found(secret):
         assert find_secrets(text.encode()), text
     for encoding in ("utf-16", "utf-16-be", "utf-32"):
         assert find_secrets(secret.encode(encoding)), encoding
+
+
+@pytest.mark.parametrize("spaces", [0, 1, 9])
+def test_a_secret_behind_any_number_of_spaces_is_found(spaces):
+    assert find_secrets(("ibm_api_key" + spaces * " " + "=" + spaces * " " + "a1B2" * 11).encode())
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import BaseModel, ConfigDict
+from support.growth import LINEAR, growth
 
 from kconv.checkpoint import schema
 from kconv.checkpoint.schema import load_json, load_yaml
@@ -135,6 +136,38 @@ def test_what_holds_many_values_is_refused_before_it_is_parsed(monkeypatch):
             schema.parse_json(text)
         with pytest.raises(ValueError, match="more than 5 values"):
             schema.parse_object(text)
+
+
+KEYS = {
+    "plain": b'{"a": "b", "c": "d", "e": "f", "g" : 1}',
+    "behind strings that look like keys": b'{"a": "\\"x\\": ", "b": "\\\\", "c": [":"], "d":{"a":"f"}}',
+    "with quotes": b'{"\\"": 1, "\\\\": 2, "\\u0022": 3, "": 4}',
+}
+
+
+@pytest.mark.parametrize("text", KEYS.values(), ids=KEYS)
+def test_the_different_keys_are_counted_and_no_other_strings(tmp_path, monkeypatch, text):
+    (tmp_path / "file").write_bytes(text)
+    for most, what in ((3, "more than 3 different keys"), (4, "not a known key")):
+        monkeypatch.setattr(schema, "MAX_KEYS", most)
+        with pytest.raises(RecipeInvalid, match=what):
+            load_json(Figures, tmp_path / "file", RecipeInvalid, **WORDS)
+
+
+@pytest.mark.parametrize("end", [b'"}', b"", b"\\"], ids=["whole", "without an end", "cut in an escape"])
+def test_a_string_of_quotes_takes_linear_time(tmp_path, monkeypatch, end):
+    monkeypatch.setattr(schema, "MAX_KEYS", 3)
+
+    def write(count):
+        file = tmp_path / str(count)
+        file.write_bytes(b'{"source": "' + rb"\"" * count + end)
+        return file
+
+    def read(file):
+        with pytest.raises(RecipeInvalid):
+            load_json(Figures, file, RecipeInvalid, **WORDS)
+
+    assert growth(read, write, 2000) < LINEAR
 
 
 READERS = ("read_bounded", "read_text", "read_lines")

@@ -11,7 +11,7 @@ from support.fuzzing import Hung, bounded
 Value = TypeVar("Value")
 # Times that twice the input may take: 2 where time is linear, 4 where it is quadratic.
 LINEAR = 3.0
-TRIES, ATTEMPTS = 5, 4
+TRIES, ATTEMPTS = 3, 5
 
 
 def growth(run: Callable[[Value], object], make: Callable[[int], Value], size: int) -> float:
@@ -27,7 +27,7 @@ def growth(run: Callable[[Value], object], make: Callable[[int], Value], size: i
     # Of this thread's own time, and the best of several: what else runs can only slow it down.
     for _ in range(ATTEMPTS):
         try:
-            with bounded(cpu=60):
+            with bounded(cpu=3):
                 found = min(found, (_least(run, large) / _least(run, small)) ** 0.5)
         except Hung:
             return float("inf")
