@@ -37,6 +37,7 @@ SHORT = (
     "a different rope_theta, GQA",
     "each captured layer listed one too early, GQA",
     "no captured layers listed",
+    "max_position_embeddings below the text's length",
 )
 
 
@@ -119,7 +120,7 @@ def measure(engine: str, python: Path, demo: Path, root: Path) -> None:
     serve = {"vllm": witness.serve_vllm, "sglang": witness.serve_sglang}[engine]
     found, own = serve(python, demo, own_target | broken, root / "served")
     model = witness.load(demo)
-    kinds = {fault.name: fault.kind for fault in witness.SILENT}
+    by_name = {fault.name: fault for fault in witness.SILENT}
     findings = {row["head"]: row.get("found") for row in read_rows() if row["engine"] == engine}
 
     def write(rows: list[witness.Witnessed], whole: str = "") -> None:
@@ -132,7 +133,7 @@ def measure(engine: str, python: Path, demo: Path, root: Path) -> None:
         elif head == witness.LONG:
             one = witness.expect(one, own_target["mla sglang"], model, demo / "target", own, witness.LONGER)
         elif head in broken:
-            one = replace(one, rules=witness.rules_that_name(broken[head], engine, demo / kinds[head] / "trained"))
+            one = replace(one, rules=witness.rules_that_name(by_name[head], broken[head], engine, demo))
         if head:
             rows.append(one)
     write(rows, whole=engine)

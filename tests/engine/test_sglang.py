@@ -123,4 +123,4 @@ def test_a_silent_fault_is_served_without_a_word_and_named_by_a_rule(served, bro
     # What no tensor reached is named, by the mark that kconv puts there.
     assert bool(found.unreached) == bool(fault.unreached)
     assert all(fault.unreached in name for name in found.unreached)
-    assert rules_that_name(broken[fault.name], "sglang", demo / fault.kind / "trained")
+    assert rules_that_name(fault, broken[fault.name], "sglang", demo)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
-from support.silent_faults import SILENT
+from click.testing import CliRunner
+from support.silent_faults import SHORT_POSITIONS, SILENT
 from support.witness import Served, rules_that_name, serve_vllm, write_broken, write_right
+
+from kconv.cli import main
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
 FAULTS = tuple(fault for fault in SILENT if "vllm" in fault.engines)
 GOOD = ("mla vllm", "gqa vllm", "mla EAGLE-3.1", "gqa EAGLE-3.1")
+RAISED = "with --max-positions"
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +30,20 @@ def broken(right, tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def served(engine_python, demo, right, broken, tmp_path_factory) -> Served:
+def raised(broken, demo, tmp_path_factory) -> Path:
+    """A head that states fewer positions than the text has, converted for the target's context."""
+    out = tmp_path_factory.mktemp("raised") / "head"
+    positions = json.loads((demo / "target" / "config.json").read_text())["max_position_embeddings"]
+    words = ["to-vllm", broken[SHORT_POSITIONS], out, "--max-positions", positions]
+    done = CliRunner().invoke(main, [str(word) for word in words])
+    assert done.exit_code == 0, done.output
+    return out
+
+
+@pytest.fixture(scope="module")
+def served(engine_python, demo, right, broken, raised, tmp_path_factory) -> Served:
     """Have vLLM serve them, and some that are right."""
-    good = {name: right[name] for name in GOOD}
+    good = {name: right[name] for name in GOOD} | {RAISED: raised}
     return serve_vllm(engine_python, demo, good | broken, tmp_path_factory.mktemp("vllm"))
 
 
@@ -47,4 +63,11 @@ def test_a_silent_fault_is_served_without_a_word_and_named_by_a_rule(served, bro
     assert ((found.drafts, found.places) == (good.drafts, good.places)) == fault.dropped
     assert bool(found.unreached) == bool(fault.unreached)
     assert all(fault.unreached in name for name in found.unreached)
-    assert rules_that_name(broken[fault.name], "vllm", demo / fault.kind / "trained")
+    named = rules_that_name(fault, broken[fault.name], "vllm", demo)
+    assert named and (not fault.warning or fault.warning in named)
+
+
+def test_beyond_the_positions_that_a_head_states_vllm_drafts_nothing_until_it_states_more(served):
+    short, right, raised = (served[0][name] for name in (SHORT_POSITIONS, "gqa vllm", RAISED))
+    assert short.length == 1 and right.length > 2
+    assert (raised.drafts, raised.places) == (right.drafts, right.places)

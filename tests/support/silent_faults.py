@@ -32,6 +32,7 @@ class SilentFault:
         engines: who serves it without a word.
         unreached: a part of the name of a parameter that no tensor reaches then; "" where all are reached.
         dropped: whether the engine passes over what was done, so that it serves another head than the config says.
+        warning: the rule that warns of it where its target is known; "" if errors alone name it.
     """
 
     name: str
@@ -40,6 +41,7 @@ class SilentFault:
     engines: tuple[str, ...] = BOTH
     unreached: str = ""
     dropped: bool = False
+    warning: str = ""
 
 
 def early(config: dict[str, Any], _: dict[str, torch.Tensor]) -> None:
@@ -104,6 +106,7 @@ def biased(key: str, *linears: str) -> Change:
 
 
 ATTENTION, MLP = "layers.0.self_attn", "layers.0.mlp"
+SHORT_POSITIONS = "max_position_embeddings below the text's length"
 SILENT = (
     SilentFault("each captured layer listed one too early", "mla", early),
     SilentFault("each captured layer listed one too early, GQA", "gqa", early),
@@ -121,6 +124,8 @@ SILENT = (
     SilentFault("down_proj lost", "gqa", lose(f"{MLP}.down_proj.weight"), unreached="down_proj"),
     SilentFault("a different rope_theta", "mla", rope(500.0)),
     SilentFault("a different rope_theta, GQA", "gqa", rope(500.0)),
+    # As long as the prompts.
+    SilentFault(SHORT_POSITIONS, "gqa", state(max_position_embeddings=64), ("vllm",), warning="K215"),
     SilentFault("trained with hidden_norm before the residual", "gqa", state(norm_before_residual=True), ("sglang",),
                 dropped=True),
     SilentFault("trained with biases of q, k and v", "gqa",

@@ -28,7 +28,7 @@ from . import families, sglang_record, silent_faults
 from .heads import with_own_keys
 from .normed import NORMS_OF_3_1, write_normed
 from .record_drafts import record as record_vllm
-from .silent_faults import SILENT
+from .silent_faults import SILENT, SilentFault
 
 STEPS, PROMPTS, PROMPT_TOKENS, NEW_TOKENS, LONGER = 3, 16, 64, 20, 5
 KINDS = ("mla", "gqa", "mha")
@@ -132,11 +132,17 @@ def write_broken(right: Mapping[str, Path], root: Path, engine: str) -> dict[str
     }
 
 
-def rules_that_name(folder: Path, engine: str, source: Path) -> tuple[str, ...]:
-    """Return the errors that `kconv validate` finds in a folder, with and without the source at hand."""
-    done = CliRunner().invoke(main, ["validate", str(folder), "--for", engine, "--source", str(source), "--json"])
-    findings = json.loads(done.stdout)["findings"]
-    return tuple(dict.fromkeys(one["rule"] for one in findings if one["severity"] == "error"))
+def rules_that_name(fault: SilentFault, folder: Path, engine: str, demo: Path) -> tuple[str, ...]:
+    """Return the fault's warning, if `kconv validate` finds it with the target, and the errors that it finds."""
+
+    def found(*more: str | Path) -> list[dict[str, str]]:
+        words = ("validate", folder, "--for", engine, "--json", *more)
+        return json.loads(CliRunner().invoke(main, [str(word) for word in words]).stdout)["findings"]
+
+    warned = found("--target", demo / "target") if fault.warning else []
+    named = [one["rule"] for one in warned if one["rule"] == fault.warning]
+    named += [one["rule"] for one in found("--source", demo / fault.kind / "trained") if one["severity"] == "error"]
+    return tuple(dict.fromkeys(named))
 
 
 def found_in(head: Path, engine: str, python: Path, target: Path, prompts: Path, steps: int = STEPS) -> tuple[str, ...]:
