@@ -10,8 +10,9 @@ import secrets
 import shutil
 import signal
 import sys
+import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -92,11 +93,29 @@ def staged(out: Path) -> Iterator[Path]:
             os.close(held)
 
 
-def _make(parent: Path, prefix: str) -> tuple[Path, int | None]:
+def make_private(prefix: str) -> tuple[Path, Callable[[], None]]:
+    """Create a folder in the system's temporary one that only this user can read; those of killed runs are removed.
+
+    Returns:
+        The folder, and what removes it.
+    """
+    parent = Path(tempfile.gettempdir())
+    _clear(parent, prefix)
+    folder, held = _make(parent, prefix, mode=0o700)
+
+    def remove() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        if held is not None:
+            os.close(held)
+
+    return folder, remove
+
+
+def _make(parent: Path, prefix: str, mode: int = 0o777) -> tuple[Path, int | None]:
     """Create a folder and lock it while this process lives, so that other runs can tell that it is in use."""
     while True:
         temporary = parent / f"{prefix}{secrets.token_hex(4)}"
-        temporary.mkdir()
+        temporary.mkdir(mode)
         try:
             return temporary, _lock(temporary)
         except (BlockingIOError, FileNotFoundError):  # another process took it for an abandoned one

@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import stat
-import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from ...checkpoint.folder import open_checkpoint
 from ...checkpoint.manifest import MANIFEST, Manifest, verify
 from ...checkpoint.schema import MAX_JSON, read_bounded
 from ...checkpoint.source import Source
-from ...checkpoint.staging import staged
+from ...checkpoint.staging import make_private, staged
 from ...errors import KconvError, NotACheckpoint, PublishRefused
 from ...validate.claims import check_claims
 from ...validate.report import REPORT, Report, read_report, report_file
@@ -255,7 +254,7 @@ def open_candidate(
     elsewhere = figures | ({REPORT: report_file(report)} if report else {})
     own = {str(file.relative_to(folder)): file for file in folder.rglob("*") if file.is_symlink() or not file.is_dir()}
     originals = dict(sorted({**own, **elsewhere}.items()))
-    room = Path(tempfile.mkdtemp(prefix="kconv-publish-"))
+    room, remove = make_private("kconv-publish-")
     try:
         # Named like the folder, which heads the card if no facts name the head.
         copy = room / folder.resolve().name
@@ -265,9 +264,9 @@ def open_candidate(
         with _named_as(dict.fromkeys(originals, folder) | elsewhere, copy, folder):
             made = _open_copy(copy, folder, originals, floor, facts or Facts())
     except BaseException:
-        shutil.rmtree(room, ignore_errors=True)
+        remove()
         raise
-    weakref.finalize(made, shutil.rmtree, room, ignore_errors=True)
+    weakref.finalize(made, remove)
     return made
 
 

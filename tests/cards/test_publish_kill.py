@@ -27,7 +27,10 @@ class Publisher:
 
     def __init__(self, folder: Path) -> None:
         program = [sys.executable, publisher.__file__, str(folder), REPO, TAG]
-        env = os.environ | {"HF_TOKEN": TOKEN}
+        # Where each run lays the copy that it checks and uploads.
+        self.room = folder.parent / "tmp"
+        self.room.mkdir()
+        env = os.environ | {"HF_TOKEN": TOKEN, "TMPDIR": str(self.room)}
         self.process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
 
     def run(self, started: Callable[[int], None] = lambda _: None) -> int:
@@ -52,6 +55,8 @@ def publishing(hub: Hub, folder: Path) -> Iterator[Publisher]:
     assert started.process.stdin
     started.process.stdin.close()
     assert started.process.wait(30) == 0
+    # Each run removes what killed ones left; this program ends without removing the last one's.
+    assert len(list(started.room.glob("kconv-publish-*"))) == 1
 
 
 def is_whole(hub: Hub, folder: Path) -> bool:
