@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ WRAPPERS = {
 }
 # The keys that Kimi-K2 and Kimi-K2.5 share, and that every engine needs.
 COUNTS = ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "max_position_embeddings")
+# The number of experts to choose from, by the names of DeepSeek and Kimi, Qwen and GLM, and Mixtral and gpt-oss.
+EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ def parse_target_config(raw: dict[str, Any], *, where: object = "config.json") -
         raise TargetInvalid("text_config is not an object", where=where, fix=FETCH_AGAIN)
     hidden, layers, vocab, heads, positions = (_count(text, key, where) for key in COUNTS)
     both = {**raw, **text} if wrapped else raw
+    _check_experts(text, where)
     body, prefix = "model.", ""
     if wrapped:
         body, prefix = WRAPPERS.get(str(raw.get("model_type")), ("language_model.model.", "language_model."))
@@ -132,10 +135,26 @@ def parse_target_config(raw: dict[str, Any], *, where: object = "config.json") -
         bos=_token(both, "bos_token_id", where),
         eos=_tokens(raw if raw.get("eos_token_id") is not None else text, "eos_token_id", where),
         pad=_token(both, "pad_token_id", where),
-        quantization=raw.get("quantization_config") or text.get("quantization_config"),
+        quantization=_quantization(raw, text, where),
         text=text,
         raw=raw,
     )
+
+
+def _quantization(raw: Mapping[str, Any], text: Mapping[str, Any], where: object) -> dict[str, Any] | None:
+    block = raw.get("quantization_config") or text.get("quantization_config")
+    if block is not None and not isinstance(block, dict):
+        raise TargetInvalid(f"quantization_config is {block!r}, not an object", where=where, fix=FETCH_AGAIN)
+    return block
+
+
+def _check_experts(text: Mapping[str, Any], where: object) -> None:
+    """Refuse a router that chooses more experts than there are; transformers fails on it in the middle of a run."""
+    chosen = text.get("num_experts_per_tok")
+    for key in EXPERTS:
+        count = text.get(key)
+        if isinstance(chosen, int) and isinstance(count, int) and chosen > count:
+            raise TargetInvalid(f"num_experts_per_tok is {chosen}, but {key} is {count}", where=where, fix=FETCH_AGAIN)
 
 
 def check_captured(captured: Sequence[int], layers: int) -> list[int]:

@@ -86,6 +86,14 @@ def test_what_is_no_token_id_or_architecture_is_refused(change):
         parse_target_config(TEXT | change)
 
 
+@pytest.mark.parametrize("change", [{"quantization_config": 1.0}, {"quantization_config": "nvfp4"},
+                                    {"num_experts_per_tok": 9, "n_routed_experts": 8},
+                                    {"num_experts_per_tok": 3, "num_experts": 2}])  # fmt: skip
+def test_a_quantization_that_is_no_object_and_too_few_experts_are_refused_by_name(change):
+    with pytest.raises(TargetInvalid, match=next(iter(change))):
+        parse_target_config(TEXT | change)
+
+
 def test_reading_changes_nothing():
     raw = wrap(copy.deepcopy(TEXT))
     before = copy.deepcopy(raw)
