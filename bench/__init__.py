@@ -1,5 +1,5 @@
 """Measure acceptance: on servers or with kconv's own forward, and record it in a file."""
 
-from .. import _callable
+from ..functions import make_callable
 
-_callable(__name__)
+make_callable(__name__)

@@ -1,5 +1,5 @@
 """Calibration text: its batches, the part held out, and the acceptance that a head retains on it."""
 
-from .. import _callable
+from ..functions import make_callable
 
-_callable(__name__)
+make_callable(__name__)

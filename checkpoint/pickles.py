@@ -16,7 +16,7 @@ import zipfile
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from ..errors import CorruptHeader, NotACheckpoint
 from .header import BITS, MAX_DIMS, TensorInfo
@@ -176,8 +176,8 @@ def _follow(data: bytes, find: Callable[[str], tuple[int, int]]) -> Any:
     marks: list[int] = []
     memo: dict[int, Any] = {}
     # Reads nothing beyond `data`, whatever lengths it states.
-    for code, value, _ in pickletools.genops(data):
-        step = code.name
+    for code, argument, _ in pickletools.genops(data):
+        step, value = code.name, cast(Any, argument)
         if step in VALUES:
             stack.append(value)
         elif step in CONSTANTS:

@@ -1,5 +1,5 @@
 """From one layout to another: layouts, config tables, moves, plan and execution."""
 
-from .. import _callable
+from ..functions import make_callable
 
-_callable(__name__)
+make_callable(__name__)

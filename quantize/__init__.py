@@ -1,5 +1,5 @@
 """Quantize a target to NVFP4: recipes, the packer, calibration with ModelOpt, and the streaming backend."""
 
-from .. import _callable
+from ..functions import make_callable
 
-_callable(__name__)
+make_callable(__name__)

@@ -1,5 +1,5 @@
 """A tiny Kimi-K2: config, tokenizer, text, training; the basis of the demo and the tests."""
 
-from .. import _callable
+from ..functions import make_callable
 
-_callable(__name__)
+make_callable(__name__)

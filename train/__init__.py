@@ -1,5 +1,5 @@
 """Eagle3 training with ModelOpt's hooks."""
 
-from .. import _callable
+from ..functions import make_callable
 
-_callable(__name__)
+make_callable(__name__)

@@ -1,5 +1,5 @@
 """Findings about a head: rules, parity, acceptance."""
 
-from .. import _callable
+from ..functions import make_callable
 
-_callable(__name__)
+make_callable(__name__)
