@@ -322,6 +322,6 @@ def test_a_target_that_is_not_whole_is_asked_for_its_embedding_alone(tmp_path):
     ],
     ids=str,
 )
-def test_an_option_that_would_be_passed_over_is_wrong_usage(good, given, said):
-    shown = kconv("validate", good, "--target", good, *given)
+def test_an_option_that_would_be_passed_over_is_wrong_usage(good, tmp_path, given, said):
+    shown = kconv("validate", good, "--target", tmp_path / "target", *given)
     assert (shown.exit_code == 2 and said in shown.output) if said else "goes with" not in shown.output
