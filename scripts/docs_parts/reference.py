@@ -61,10 +61,10 @@ def cli() -> Iterator[str]:
     yield "In short; `kconv COMMAND --help` says more, with examples. In brackets: the default. Exit code 0: done and"
     yield "checked; 1: an error or a failed check; 2: usage; 3: undecided (`kconv validate`)."
     yield ""
-    yield "Each command but `demo` and `completion` is also a Python function and a recipe's step: `--draft-tokens"
-    yield "3`, `draft_tokens=3`, `draft_tokens: 3`. In Python the arguments come first, and `from` and `for` are"
-    yield "`from_` and `for_`. The `to-` commands are one function, `convert(to=LAYOUT)`. In a recipe the output is"
-    yield "the step's folder."
+    yield "Each command but `run`, `demo` and `completion` is also a Python function and a recipe's step:"
+    yield "`--draft-tokens 3`, `draft_tokens=3`, `draft_tokens: 3`. In Python the arguments come first, and `from` and"
+    yield "`for` are `from_` and `for_`. The `to-` commands are one function, `convert(to=LAYOUT)`. In a recipe the"
+    yield "output is the step's folder."
     parts = {name: _parts(name) for name in kconv.list_commands(click.Context(kconv))}
     reading = {flag(name, info) for name, info in Reading.model_fields.items()}
     told = [name for name in parts if not name.startswith("to-") or name == CONVERSION]
