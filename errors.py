@@ -10,6 +10,13 @@ from typing import Literal
 Severity = Literal["error", "undecided", "warning", "note"]
 # The user and password of a URL: shown to nobody.
 PASSWORD = re.compile(r"://[^/\s@'\"]+@")
+# How Python holds the bytes of a path that its locale cannot decode.
+UNDECODED = re.compile("[\udc80-\udcff]+")
+
+
+def readable(text: object) -> str:
+    """Return a text with a path's bytes as UTF-8, whatever the locale: what is written and printed must be UTF-8."""
+    return UNDECODED.sub(lambda found: found[0].encode("utf-8", "surrogateescape").decode(errors="replace"), str(text))
 
 
 class KconvError(Exception):
@@ -28,7 +35,7 @@ class KconvError(Exception):
     def __init__(
         self, what: str, *, where: object = "", fix: str = "", see: str = "", code: str = "", needs: str = ""
     ) -> None:
-        self.what, self.where, self.fix = (PASSWORD.sub("://***@", str(text)) for text in (what, where, fix))
+        self.what, self.where, self.fix = (PASSWORD.sub("://***@", readable(text)) for text in (what, where, fix))
         self.see, self.needs = see, needs
         self.code = code or re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=A)(?=[A-Z][a-z])", "-", type(self).__name__).lower()
         super().__init__(self.what)

@@ -375,7 +375,7 @@ def check_download(file: Path) -> None:
         )
     with suppress(OSError):  # without a note kconv reads it again next time
         note.parent.mkdir(parents=True, exist_ok=True)
-        note.write_text(seen)
+        note.write_text(seen, encoding="utf-8")
 
 
 def _announced(stored: Path, size: int, name: str) -> str:

@@ -240,7 +240,7 @@ class Manifest(StrictModel):
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write kconv.json into a folder."""
-    (folder / MANIFEST).write_text(manifest.model_dump_json(indent=1, by_alias=True) + "\n")
+    (folder / MANIFEST).write_text(manifest.model_dump_json(indent=1, by_alias=True) + "\n", encoding="utf-8")
 
 
 def read_manifest(folder: Path) -> Manifest:

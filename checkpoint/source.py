@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ..errors import NotACheckpoint
+from ..errors import NotACheckpoint, readable
 from .folder import Checkpoint, locate, open_checkpoint
 from .header import TensorInfo
 
@@ -86,7 +86,7 @@ class Folder:
     @property
     def name(self) -> str:
         """The path as given; its non-UTF-8 bytes are replaced, since written and printed text must be UTF-8."""
-        return os.fsencode(self.path).decode(errors="replace")
+        return readable(self.path)
 
     @property
     def pinned(self) -> bool:

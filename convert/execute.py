@@ -141,7 +141,7 @@ def _filled(plan: Plan) -> Callable[[str, Values], None]:
 
 
 def _write_text(file: Path, text: str) -> FileRecord:
-    file.write_text(text)
+    file.write_text(text, encoding="utf-8")
     return _record_file(file)
 
 

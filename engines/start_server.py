@@ -82,7 +82,7 @@ def report(names: list[str]) -> None:
     """Write the names to a file in one atomic step."""
     if file := os.environ.get(REPORT):
         part = Path(f"{file}.{os.getpid()}")
-        part.write_text(json.dumps(names))
+        part.write_text(json.dumps(names), encoding="utf-8")
         part.replace(file)
 
 

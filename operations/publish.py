@@ -257,4 +257,4 @@ def _write(done: PublishResult, out: Path) -> None:
     with staged(out) as folder:
         # What was done this time is not part of the result: a second run of the step finds it done.
         outcome = {k: v for k, v in asdict(done.made).items() if k not in ("done", "uploaded", "deleted")}
-        (folder / PUBLISHED).write_text(json.dumps(outcome, indent=1) + "\n")
+        (folder / PUBLISHED).write_text(json.dumps(outcome, indent=1) + "\n", encoding="utf-8")

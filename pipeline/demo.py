@@ -228,7 +228,7 @@ def _prepare(folder: Path, recipe: DemoRecipe) -> _Bench:
     corpus = read_corpus()
     prompts = list(_prompts(corpus.held_out, tokenizer, recipe))
     lines = (json.dumps({"prompt": text, "category": "documentation"}) for text, _ in prompts)
-    (folder / "held-out.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "held-out.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     model = load_target(target, torch.float32)
     texts = make_texts(
         model,
@@ -281,7 +281,7 @@ def _prove(folder: Path, bench: _Bench, recipe: DemoRecipe) -> Made:
     ]
     provenance = {"target": "target", "prompts": "held-out.jsonl", "seed": recipe.seed, "dtype": "float32"}
     report = make_report(converted, check_values(converted) + held, figures(identical, measured), provenance)
-    (folder / "report.json").write_text(report.to_json())
+    (folder / "report.json").write_text(report.to_json(), encoding="utf-8")
     write_card(folder / "vllm", report, Facts())
     return Made(folder.name, folder, report, _is_rounded(source, _open(folder / "trtllm")))
 

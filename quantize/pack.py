@@ -203,7 +203,7 @@ def load_native(source: str) -> ctypes.CDLL | None:
     compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or ""]
     if not compiler[0] or os.environ.get("KCONV_NATIVE") == "0":
         return None
-    text = (Path(__file__).parent / source).read_text()
+    text = (Path(__file__).parent / source).read_text(encoding="utf-8")
     stamp = hashlib.sha256("\0".join([text, *compiler, *FLAGS, _machine()]).encode()).hexdigest()[:16]
     library = _cache() / f"{source.removesuffix('.c')}-{stamp}.so"
     try:
@@ -241,7 +241,7 @@ def _load_private(compiler: list[str], text: str) -> ctypes.CDLL:
 def _compile(compiler: list[str], text: str, library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         source, made = Path(folder, "source.c"), Path(folder, "made.so")
-        source.write_text(text)
+        source.write_text(text, encoding="utf-8")
         subprocess.run(
             [*compiler, *FLAGS, "-o", str(made), str(source)], check=True, capture_output=True, timeout=SECONDS
         )
@@ -255,7 +255,7 @@ def _cache() -> Path:
 def _machine() -> str:
     """Identify the processor: code built with -march=native must not run on another one that shares the cache."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())

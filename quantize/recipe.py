@@ -52,7 +52,10 @@ class Recipe(StrictModel):
 
 def builtin_recipes() -> dict[str, str]:
     """Return the package's recipes: the YAML text of each, by its name."""
-    return {file.stem: file.read_text() for file in sorted((Path(__file__).parent / "recipes").glob("*.yaml"))}
+    return {
+        file.stem: file.read_text(encoding="utf-8")
+        for file in sorted((Path(__file__).parent / "recipes").glob("*.yaml"))
+    }
 
 
 def load_recipe(name: str, *, kv_cache: KvCache | None = None) -> Recipe:

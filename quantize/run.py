@@ -190,7 +190,9 @@ def _hear(place: Workplace, world: World) -> None:
 def _tell(place: Workplace, world: World, fault: BaseException) -> None:
     """Leave an error report for rank 0, which may be waiting."""
     with suppress(OSError):
-        place.failure(world.rank).write_text(fault.what if isinstance(fault, KconvError) else str(fault))
+        place.failure(world.rank).write_text(
+            fault.what if isinstance(fault, KconvError) else str(fault), encoding="utf-8"
+        )
 
 
 def _is_made(plan: QuantizePlan, out: Path) -> bool:

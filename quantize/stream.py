@@ -62,7 +62,7 @@ class Workplace:
     def write(self, record: UnitRecord) -> None:
         """Write a record atomically, once what it records is on disk."""
         temporary = self.root / f"{record.file.name}.{os.getpid()}.tmp"
-        with temporary.open("w") as out:
+        with temporary.open("w", encoding="utf-8") as out:
             out.write(record.model_dump_json(by_alias=True))
             out.flush()
             os.fsync(out.fileno())

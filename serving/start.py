@@ -45,7 +45,7 @@ class Served:
 
         None if the engine used a loader that kconv cannot watch.
         """
-        return tuple(parse_json(self.loaded.read_text())) if self.loaded.exists() else None
+        return tuple(parse_json(self.loaded.read_text(encoding="utf-8"))) if self.loaded.exists() else None
 
 
 @contextmanager
@@ -117,7 +117,7 @@ def _wait(
 
 
 def _failure(what: str, serving: Serving, title: str, starter: Starter, log: Path) -> EngineFailed:
-    lines = log.read_text(errors="replace").splitlines()
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     # The first error is the cause; the last lines are its consequences.
     causes = [found[1] for line in lines if (found := starter.cause.match(line))]
     because = f": {causes[0]}" if causes else ""

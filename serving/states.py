@@ -232,7 +232,9 @@ class ServedRunner:
         while True:
             try:
                 # Nonblocking, since the other end of a pipe may never come.
-                with open(lock, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as held:
+                with open(
+                    lock, encoding="utf-8", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)
+                ) as held:
                     fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 if file.is_file():
                     return

@@ -122,7 +122,9 @@ class Tokenizer:
 def _bounded(room: int) -> Iterator[None]:
     """Limit this process's memory growth to some bytes: allocations past that raise MemoryError."""
     before = resource.getrlimit(resource.RLIMIT_AS)
-    pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
+    pages = (
+        int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) if Path("/proc/self/statm").exists() else 0
+    )
     most = pages * resource.getpagesize() + room
     bounded = pages and (before[0] == resource.RLIM_INFINITY or most < before[0])
     if bounded:

@@ -464,7 +464,7 @@ def write_states(
         (folder / CONTENTS).write_bytes(text)
         held = FileRecord(file=CONTENTS, size=len(text), sha256=hashlib.sha256(text).hexdigest())
         record = record.model_copy(update={"contents": held})
-        (folder / RECORD).write_text(record.to_json())
+        (folder / RECORD).write_text(record.to_json(), encoding="utf-8")
         finish(folder, out)
     shutil.rmtree(out / PROGRESS, ignore_errors=True)
     return record
@@ -565,7 +565,7 @@ def _write_shard(captures: Captures, planned: PlannedStates, folder: Path, name:
     running.rename(folder / name)
     done = ShardRecord(file=name, size=written.size, sha256=written.sha256, first=cut.start, count=len(cut))
     note = folder / PROGRESS / f"{name}.json"
-    note.with_suffix(".new").write_text(done.model_dump_json())
+    note.with_suffix(".new").write_text(done.model_dump_json(), encoding="utf-8")
     note.with_suffix(".new").rename(note)
     return done
 

@@ -71,8 +71,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     # transformers 5 would name a class here that transformers 4 does not know; both know this one.
     file = folder / "tokenizer_config.json"
-    config = json.loads(file.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    file.write_text(json.dumps(config, indent=2) + "\n")
+    config = json.loads(file.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def pack(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -> torch.Tensor:
@@ -330,7 +330,7 @@ def _describe(corpus: Corpus, train_tokens: int, held_out_tokens: int) -> dict[s
 
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
+    file.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def write_tiny(
@@ -364,4 +364,4 @@ def write_tiny(
 
 
 def _write_lines(file: Path, rows: Iterable[dict[str, Any]]) -> None:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -130,7 +130,7 @@ def claim(work: Path, key: str, world: int) -> None:
     record = work / RUN
     if not record.exists():
         draft = work / f"{RUN}.{os.getpid()}"
-        draft.write_text(json.dumps({"key": key, "processes": world}))
+        draft.write_text(json.dumps({"key": key, "processes": world}), encoding="utf-8")
         draft.replace(record)
         return
     found = read_json(record)

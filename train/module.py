@@ -173,7 +173,7 @@ def save_module(model: EagleModel, folder: Path, recipe: EagleRecipe) -> None:
     """Write a head's weights under ModelOpt's own names, and the recipe that rebuilds the module."""
     state = model.eagle_module.state_dict()
     write_safetensors(folder / WEIGHTS, [entry(name, tensor) for name, tensor in state.items()])
-    (folder / RECIPE).write_text(json.dumps(dataclasses.asdict(recipe), indent=2) + "\n")
+    (folder / RECIPE).write_text(json.dumps(dataclasses.asdict(recipe), indent=2) + "\n", encoding="utf-8")
 
 
 def load_module(folder: Path, target_folder: Path) -> EagleModel:

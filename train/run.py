@@ -160,7 +160,7 @@ def run(job: TrainJob, work: Path, pace: Pace, progress: Progress) -> EagleTrain
         # Stored with the checkpoints, since training begins with an empty log.
         if trainer.accelerator.is_main_process:
             with writing(work):
-                (work / UNTRAINED).write_text(json.dumps(untrained))
+                (work / UNTRAINED).write_text(json.dumps(untrained), encoding="utf-8")
     begin, before = time.monotonic(), step_of(resume) if resume else 0
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     tokens = (recipe.steps - before) * recipe.accumulate * recipe.batch * recipe.seq
@@ -223,7 +223,7 @@ def leave(job: TrainJob, trainer: EagleTrainer, work: Path, folder: Path) -> dic
     data = {name: value for name, value in facts.items() if name != "prompts"}
     # Speed is not part of the result, which is the same however often a run was stopped.
     told = report | {"data": data, "tokens_per_second": round(trainer.rate, 1)}
-    (folder / MODULE / REPORT).write_text(json.dumps(told, indent=2) + "\n")
+    (folder / MODULE / REPORT).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
     if find_spec("matplotlib"):
         draw_curves(folder / MODULE / CURVES, history, job.recipe.ttt_steps)
     return {key: value for key, value in report.items() if key != "evaluations"}

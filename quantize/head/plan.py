@@ -142,7 +142,7 @@ def write(planned: Plan, format_: LinearFormat, out: Path) -> Manifest:
         manifest = fill(planned, folder)
         side = folder / SIDE_FILE
         content = format_.stored.hf_quant_config(choice_of(planned.spec).exclude)
-        side.write_text(json.dumps(content, indent=2) + "\n")
+        side.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         record = FileRecord(name=side.name, size=side.stat().st_size, sha256=file_digest(side))
         manifest = manifest.model_copy(update={"files": (*manifest.files, record)})
         write_manifest(folder, manifest)

@@ -186,10 +186,10 @@ def test_an_unknown_layout_lists_the_known_ones(head):
     assert refused.exit_code == 1 and "trtllm" in refused.stderr and "vllm" in refused.stderr
 
 
-def run(*arguments):
+def run(*arguments, **variables):
     """Run kconv as a user does, in a process of its own."""
     command = [sys.executable, "-c", "from kconv.cli import main; main()", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | variables)
 
 
 def test_as_a_process_results_go_to_stdout_and_all_else_to_stderr(head, tmp_path):
@@ -221,6 +221,18 @@ def test_an_output_whose_path_is_not_utf8_is_written_and_verified(head, tmp_path
     # Under a name that the safetensors library takes.
     assert read_bytes(out.rename(tmp_path / "renamed")) == read_bytes(head)
     assert kconv("to-vllm", head, tmp_path / "next", "--target", os.fsdecode(b"gone\xff")).exit_code == 1
+
+
+def test_in_a_locale_without_utf8_a_path_is_written_and_named_in_it(head, tmp_path):
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    out, report = tmp_path / "ä", tmp_path / "ö"
+    for command in (["to-vllm", head, out], ["verify", out], ["validate", out, "--source", head, "--out", report]):
+        done = run(*command, **plain)
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert json.loads((report / "report.json").read_text(encoding="utf-8"))["subject"] == str(out)
+    # An error within a report too, and one that ends the command.
+    gone = run("validate", out / "gone", "--json", **plain)
+    assert gone.returncode == 1 and json.loads(gone.stdout)["subject"] == str(out / "gone")
 
 
 def test_what_is_not_for_a_terminal_is_not_folded(head, tmp_path):
