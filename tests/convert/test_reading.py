@@ -35,7 +35,8 @@ def test_what_stops_a_conversion_is_what_validation_lists(fault: Fault, tmp_path
     reading = read(checkpoint, hints=checks.hints)
     found = validate(Folder(folder), checks, say=lambda _: None).findings
     assert {problem.code for problem in reading.problems} <= {finding.rule for finding in found}
-    assert all(problem.severity == RULES[problem.code].severity for problem in reading.problems)
+    # What an option decides stops a conversion, and leaves open what an engine would do.
+    assert all(RULES[one.code].severity in (one.severity, "undecided") for one in reading.problems)
     assert all(problem.what and problem.where and problem.fix for problem in reading.problems)
     try:
         read_head(checkpoint, hints=checks.hints)

@@ -203,7 +203,7 @@ def test_a_partial_factor_on_mla_is_refused():
 def test_a_rope_is_shown_without_python():
     spec = Rope(50000.0, Yarn(64.0, 4096, mscale=1.0), 0.5)
     assert str(spec) == (
-        "theta 50000, YaRN scaling, factor 64, original_max_positions 4096, beta_fast 32, beta_slow 1, mscale 1,"
-        " partial_rotary_factor 0.5"
+        "theta 50000.0, YaRN scaling, factor 64.0, original_max_positions 4096, beta_fast 32.0, beta_slow 1.0,"
+        " mscale 1.0, partial_rotary_factor 0.5"
     )
-    assert str(Rope(10000.0)) == "theta 10000, no scaling"
+    assert str(Rope(283461213.0)) == "theta 283461213.0, no scaling"
