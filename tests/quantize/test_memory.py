@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-BENCH = Path(__file__).parent.parent.parent / "scripts" / "bench-quantize"
+BENCH = Path(__file__).parent.parent.parent / "scripts" / "bench"
 
 
 @pytest.mark.slow
 def test_the_peak_of_a_rank_is_the_same_for_half_the_checkpoint_and_below_two_gib(tmp_path):
-    command = [sys.executable, str(BENCH), "--gb", "2", "--pairs", "1", "--dir", str(tmp_path), "--json"]
+    command = [sys.executable, str(BENCH), "quantize", "--gb", "2", "--pairs", "1", "--dir", str(tmp_path), "--json"]
     facts = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     one, half, whole = *facts["pairs"][0], facts["cold"]
     assert whole["gb"] > 1.9 * half["gb"] > 1.8

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
-BENCH = Path(__file__).parent.parent.parent / "scripts" / "bench-validate"
+BENCH = Path(__file__).parent.parent.parent / "scripts" / "bench"
 
 
 def measure(*arguments: str) -> dict:
-    ran = subprocess.run([sys.executable, BENCH, "--json", *arguments], capture_output=True, text=True, check=True)
+    ran = subprocess.run(
+        [sys.executable, BENCH, "validate", "--json", *arguments], capture_output=True, text=True, check=True
+    )
     return json.loads(ran.stdout)
 
 
