@@ -42,7 +42,7 @@ def markdown(text: object) -> Markdown:
     line = " ".join(_in_a_cell(terminal(text)).split())
     line = line.replace("](", "]\\(").replace("][", "]\\[").replace("<", "&lt;").replace("![", "!\\[")
     # At its end it would escape what follows, e.g. the bracket of a link.
-    line = re.sub(r"(\\+)$", r"\1\1", line)
+    line = re.sub(r"(?<!\\)(\\+)$", r"\1\1", line)
     # What starts a block: a heading, quote, fence, rule, link reference or list item.
     line = re.sub(r"^(\d{1,9})([.)] )", r"\1\\\2", line)
     return Markdown(re.sub(r"^(#|>|```|~~~|---|===|[-+*] |(?:[*_] ?){3}|\[[^\]]*\]:)", r"\\\1", line))

@@ -160,7 +160,7 @@ USES += [Use(file, 0, re.compile(one), method) for file, put in PUT_TOGETHER.ite
 
 def member(items: list[tuple[Any, Any]]) -> str:
     """Return a character of a class."""
-    for char in (*"a0 _-.:/", *map(chr, range(256)), "\u3040", "\u200e"):
+    for char in (*"a0 _-.:/", *map(chr, range(256)), "\u3040", "\u200e", "\udc80"):
         if any(_in(char, item) for item in items) != (items[0][0] is op.NEGATE):
             return char
     raise AssertionError(items)
