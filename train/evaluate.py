@@ -41,7 +41,7 @@ def spec_of(recipe: EagleRecipe, target: TargetConfig) -> HeadSpec:
         rope=recipe.rope,
         captured=recipe.captured,
         eps=recipe.eps,
-        dtype=recipe.dtype,
+        dtype=recipe.compute or recipe.dtype,
         max_positions=target.max_positions,
         tokens=Tokens(target.bos, _one_or_more(target.eos), target.pad),
     )
