@@ -18,11 +18,11 @@ from ..checkpoint.bytes import file_digest
 from ..checkpoint.source import Source
 from ..engines.counters import Counters, Counts, PerRequest, Totals, check_possible
 from ..errors import ConnectionBroken, CountersDisturbed, CountersMissing, DefinitionsMixed
+from ..measure.held_out import refuse_overlap
 from ..serving.ask import again
 from ..serving.client import Answer, Client, check_told, connect
 from ..targets.prompts import Prompt, digest_prompts
 from ..targets.suites import Suite
-from ..validate.held_out import refuse_overlap
 from .acceptance import OVERALL, AcceptanceFile, AcceptanceRow, Speed, SuiteRecord
 from .forged import LOSSY, check_counts, check_settings
 from .speed import Load, measure_loads, speed_rows

@@ -16,18 +16,18 @@ import torch
 from ..checkpoint.folder import open_checkpoint
 from ..convert.read import Head
 from ..errors import PromptsInvalid
+from ..measure.drafting import Drafter, head_drafter, measure
+from ..measure.figures import TextKind
+from ..measure.held_out import refuse_overlap
+from ..measure.texts import Batch, Text
 from ..targets.config import read_target_config
 from ..targets.forward import generate_greedy, generate_sampled
 from ..targets.model import load_target
 from ..targets.prompts import Prompt, digest_prompts
 from ..targets.suites import Suite
 from ..targets.tokenizer import Tokenizer, load_tokenizer
-from ..validate.figures import TextKind
-from ..validate.held_out import refuse_overlap
-from ..validate.measure import Drafter, head_drafter, measure
 from ..validate.parity import load_head
 from ..validate.report import config_digest, digests
-from ..validate.texts import Batch, Text
 from .acceptance import OVERALL, AcceptanceFile, AcceptanceRow, Averaging, SuiteRecord
 from .stats import Counts, make_rows, mean_of_categories
 

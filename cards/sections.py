@@ -13,7 +13,7 @@ from ..checkpoint.manifest import DRAFTS, MANIFEST, ConversionRecord, Manifest
 from ..convert.facts import phrase
 from ..engines.registry import describe, engines_of
 from ..escape import block, code
-from ..validate.figures import AcceptanceFigures
+from ..measure.figures import AcceptanceFigures
 from ..validate.report import Report
 from . import target_card
 from .evidence import Evidence, Said, cell

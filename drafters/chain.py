@@ -201,15 +201,6 @@ def overlap_at(served: Tensor, k: int, drafted: Tensor) -> Tensor:
     return torch.minimum(served[:, k : k + drafted.shape[1]], drafted).sum(-1)
 
 
-def lengths(overlaps: Tensor) -> Tensor:
-    """Return the acceptance length at each position, `[K, B, T']` to `[B, T']`: 1 + a1 + a1 a2 + ...
-
-    The mean is `overlap_acceptance(overlaps).length`. To compare two heads on one text, use the mean of their
-    differences and its (paired) standard error.
-    """
-    return 1.0 + overlaps.cumprod(0).sum(0)
-
-
 def overlap_acceptance(overlaps: Tensor) -> Acceptance:
     """Sum up acceptance probabilities `[K, B, T']` of a text that was sampled from the target.
 

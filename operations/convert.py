@@ -13,10 +13,10 @@ from .base import Context, Estimate, Name, argument, option
 from .reading import Reading, check_prompts, check_trusted, refuse_existing_output
 
 if TYPE_CHECKING:
-    from ..calibrate.retention import Retention
     from ..checkpoint.manifest import Manifest
     from ..convert.plan import Plan
     from ..drafters.spec import HeadSpec
+    from ..measure.retention import Retention
 
 Share = Annotated[float, Field(ge=0, le=1)]
 HeadDim = Annotated[Literal["auto", "192", "256"], BeforeValidator(str)]
@@ -203,9 +203,9 @@ class Convert(Reading):
         self._refuse_attention(context)
         import torch
 
-        from ..calibrate.texts import TextOptions
         from ..convert.attention.convert import HEAL_STEPS, AttentionOptions, convert_attention
         from ..engines import by_name
+        from ..measure.calibration import TextOptions
 
         if self.device == "cuda" and not torch.cuda.is_available():
             raise RequestInvalid("--device cuda: torch finds no CUDA device here", fix="Remove --device.")

@@ -298,7 +298,7 @@ class Validate(Reading):
         check_trusted(context, self.trust_remote_code, self.target)
         if self.prompts:
             check_prompts(context.path(self.prompts))
-        from ..validate.held_out import encode_held_out
+        from ..measure.held_out import encode_held_out
         from ..validate.parity import Parity
 
         prompts = None

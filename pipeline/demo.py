@@ -33,6 +33,8 @@ from ..convert.read import Head, read_head, read_slot
 from ..drafters.baselines import Bigram, count_bigrams
 from ..engines import by_name
 from ..errors import KconvError, TrainingFailed
+from ..measure.drafting import Drafter, head_drafter, measure
+from ..measure.texts import Text, make_texts
 from ..targets.config import TargetConfig, read_target_config
 from ..targets.model import load_target
 from ..targets.tokenizer import Tokenizer, load_tokenizer
@@ -42,11 +44,9 @@ from ..tiny.text import read_corpus
 from ..train.module import load_module, run_module
 from ..train.recipe import TINY_GQA, TINY_MLA, EagleRecipe
 from ..train.run import MODULE, OF_THE_STATES, head_key, share_states, train_head
-from ..validate.measure import Drafter, head_drafter, measure
 from ..validate.parity import load_head
 from ..validate.report import Report, figures, make_report
 from ..validate.structure import check_source, check_values, is_identical
-from ..validate.texts import Text, make_texts
 
 BEFORE, AFTER = "ModelOpt, before", "kconv, after"
 Advance = Callable[[int, int, float], None]

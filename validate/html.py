@@ -9,7 +9,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from ..escape import terminal
-from .figures import AcceptanceFigures
+from ..measure.figures import AcceptanceFigures
 from .numbers import EXACT, details, is_exact, plain, summary, verdict_line, verdict_words
 from .report import SEVERITIES, STOPS, UNREAD, Finding, Report, Verdict, counted
 

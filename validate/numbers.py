@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .figures import AcceptanceFigures, EngineFigures, Figures, NoiseFigures, ParityFigures, PerplexityFigures
+from ..measure.figures import AcceptanceFigures, EngineFigures, Figures, NoiseFigures, ParityFigures, PerplexityFigures
 from .report import SEVERITIES, STOPS, Report, Verdict, counted
 
 EXACT = "Bit-identical to the source, in every weight and every logit."

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from ..calibrate.retention import MIN_RETENTION
 from ..checkpoint.folder import Checkpoint, open_checkpoint
 from ..checkpoint.manifest import Action, read_manifest
 from ..checkpoint.source import Source
@@ -22,15 +21,17 @@ from ..convert.rope import read_rope
 from ..drafters.fingerprint import difference, fingerprint
 from ..drafters.forward import DraftHead
 from ..errors import KconvError, ManifestMismatch, NotACheckpoint, PromptsInvalid, StatesInvalid, TargetInvalid
+from ..measure.drafting import Drafter, Measured, count_halves, head_drafter, measure_states
+from ..measure.held_out import HeldOut, refuse_overlap
+from ..measure.parts import Parts
+from ..measure.retention import MIN_RETENTION
+from ..measure.texts import Batch, Text, make_texts, stored_texts
 from ..quantize.head.served import RoundedHead, read_served
 from ..targets.config import TargetConfig, read_target_config
 from ..targets.forward import States, run_target
 from ..targets.model import load_target
 from ..targets.modelopt_states import open_modelopt_states
 from ..targets.states import RECORD, StatesFolder, StoredStates, open_states, read_record
-from .held_out import HeldOut, refuse_overlap
-from .measure import Drafter, Measured, count_halves, head_drafter, measure_states
-from .parts import Parts
 from .readings import (
     Reading,
     ReadingsMeasured,
@@ -43,7 +44,6 @@ from .readings import (
     measure_readings,
 )
 from .report import Finding
-from .texts import Batch, Text, make_texts, stored_texts
 from .verdict import Claim, judge_baselines, judge_fingerprint, judge_retention
 
 

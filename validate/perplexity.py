@@ -23,14 +23,14 @@ from ..checkpoint.source import Source
 from ..checkpoint.tensors import read_rows, read_tensor
 from ..drafters.attention import rms_norm
 from ..errors import PromptsInvalid
+from ..measure.figures import PerplexityFigures
+from ..measure.held_out import encode_held_out
+from ..measure.statistics import standard_errors
 from ..quantize.calibrate import LayerLinears, Layers
 from ..quantize.experts import must_part
 from ..quantize.head.formats import NVFP4
 from ..targets.config import read_target_config
 from ..targets.weights import stored_weights
-from .figures import PerplexityFigures
-from .held_out import encode_held_out
-from .measure import standard_errors
 
 Say = Callable[[str], None]
 EXPERT = re.compile(r"\.experts\.\d+\.")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..charts import INK, chart
 from ..errors import OutputFailed
-from .figures import AcceptanceFigures
+from ..measure.figures import AcceptanceFigures
 from .report import Report
 
 if TYPE_CHECKING:

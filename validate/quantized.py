@@ -22,9 +22,9 @@ from ..checkpoint.folder import Checkpoint
 from ..checkpoint.formats import NVFP4
 from ..convert.rope import read_rope
 from ..errors import KconvError
+from ..measure.figures import NoiseFigures
 from ..targets.config import TargetConfig, parse_target_config
 from ..targets.weights import Plain, StoredWeight, stored_weights
-from .figures import NoiseFigures
 from .report import Finding
 from .rules.comparisons import AS_THE_SOURCE, FLOOR
 

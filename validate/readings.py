@@ -26,14 +26,15 @@ from ..convert.read import Head
 from ..drafters.chain import Acceptance, pool
 from ..drafters.forward import DraftHead
 from ..drafters.spec import Gqa, HeadSpec, Mla, Rope
+from ..measure.drafting import accept, head_drafter
+from ..measure.figures import ReadingFigures, ReadingsDecided, TextKind
+from ..measure.statistics import influences, standard_errors
+from ..measure.texts import Batch, Text
 from ..targets.config import TargetConfig
 from ..targets.forward import States
-from .figures import ReadingFigures, ReadingsDecided, TextKind
-from .measure import accept, head_drafter, influences, standard_errors
 from .report import Finding
 from .rules.comparisons import RULES
 from .rules.rule import Found
-from .texts import Batch, Text
 
 RULE = {rule.id: rule for rule in RULES}
 

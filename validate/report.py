@@ -16,11 +16,11 @@ from ..checkpoint.schema import load_json
 from ..convert.read import Head
 from ..engines.registry import engines
 from ..errors import NotACheckpoint, ReportInvalid, Severity
+from ..measure.figures import Figures
 from ..strict import StrictModel
-from .figures import Figures
 
 if TYPE_CHECKING:
-    from .measure import Measured
+    from ..measure.drafting import Measured
 
 
 REPORT = "report.json"

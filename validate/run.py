@@ -21,8 +21,8 @@ from ..convert.shared import SharedTensors
 from ..engines import registry
 from ..engines.layout import Layout
 from ..errors import ComparisonUnfit, KconvError, ManifestMismatch, NotACheckpoint, PromptsInvalid
+from ..measure.figures import Figures
 from ..targets.config import TargetConfig
-from .figures import Figures
 from .report import UNREAD, Finding, Report, assemble, config_digest, figures
 from .rules.captured import other_readings
 from .rules.comparisons import MAKE_AGAIN

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ..calibrate.retention import GREEDY_SIGMAS
 from ..checkpoint.manifest import MANIFEST, ConversionRecord
 from ..drafters.fingerprint import TOLERANCE
-from .figures import AcceptanceFigures
-from .measure import Measured
+from ..measure.drafting import Measured
+from ..measure.figures import AcceptanceFigures
+from ..measure.retention import GREEDY_SIGMAS
 from .report import Finding
 from .rules.comparisons import RULES
 from .rules.rule import Found

@@ -13,8 +13,8 @@ from pydantic import Field, model_validator
 from ...bench.acceptance import OVERALL, AcceptanceFile, AcceptanceRow, Metric
 from ...checkpoint.schema import MAX_YAML, check_values, parse_yaml, read_bounded
 from ...errors import RecipeInvalid
+from ...measure.figures import TextKind
 from ...strict import StrictModel
-from ...validate.figures import TextKind
 from ...validate.report import REPORT, Report
 from ..facts import Facts
 

@@ -15,10 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...calibrate.batches import Calibration, check_calibration
-from ...calibrate.measure import compare
-from ...calibrate.retention import MIN_RETENTION, Retention, check_retention, conversion_record
-from ...calibrate.texts import TextOptions
 from ...checkpoint.manifest import Manifest
 from ...checkpoint.source import Source
 from ...checkpoint.staging import refuse_existing
@@ -30,6 +26,10 @@ from ...drafters.slots import needs
 from ...drafters.spec import Gqa, HeadSpec, Mla
 from ...engines.layout import Layout
 from ...errors import TensorValue
+from ...measure.batches import Calibration, check_calibration
+from ...measure.calibration import TextOptions
+from ...measure.compare import compare
+from ...measure.retention import MIN_RETENTION, Retention, check_retention, conversion_record
 from ..computed import Computed
 from ..config import refuse_unstated
 from ..execute import execute
@@ -118,7 +118,7 @@ def convert_attention(
         OutputExists, OutputFailed: see `checkpoint.staging`.
         LayoutCannot: see `plan` and `fit_attention`.
         ConfigInvalid: see `refuse_unstated`.
-        StatesInvalid, PromptsInvalid, CalibrationInvalid: see `calibrate.texts`.
+        StatesInvalid, PromptsInvalid, CalibrationInvalid: see `measure.calibration`.
         TensorValue, ConversionInaccurate, TrainingFailed: see `fit_attention`.
     """
     refuse_existing(out)

@@ -32,11 +32,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ...calibrate.batches import STEPS, Batch, Calibration, in_pieces
-from ...calibrate.measure import WatchedInputs
 from ...drafters.chain import count_chains, overlap_at, served_shares, unroll
 from ...drafters.forward import DraftHead
 from ...errors import TrainingFailed
+from ...measure.batches import STEPS, Calibration, StatesBatch, in_pieces
+from ...measure.trace import WatchedInputs
 from .moments import Moments, factor
 from .swap import GQA_SLOTS, MLA_SLOTS
 
@@ -65,7 +65,9 @@ class Loss:
         return self.apart + self.refused
 
 
-def loss_by_piece(original: DraftHead, student: DraftHead, calibration: Calibration, batch: Batch) -> Iterator[Loss]:
+def loss_by_piece(
+    original: DraftHead, student: DraftHead, calibration: Calibration, batch: StatesBatch
+) -> Iterator[Loss]:
     """Yield the terms that the pieces of a batch (`in_pieces`) add to a head's loss; their sum is that of the batch.
 
     Each has a separate graph: if its backward is called before the next is requested, only one piece's logits are in
@@ -102,7 +104,7 @@ SMALLEST = 1e-6
 
 
 @torch.no_grad()
-def _sizes(head: DraftHead, pieces: Sequence[Batch]) -> list[float | Tensor]:
+def _sizes(head: DraftHead, pieces: Sequence[StatesBatch]) -> list[float | Tensor]:
     """Return the sum of squares of the hidden states that a head passes on, by draft step."""
     sizes: list[float | Tensor] = [0.0] * STEPS
     for piece in pieces:
@@ -131,7 +133,7 @@ class Spread:
 
 
 @torch.no_grad()
-def measure_spread(head: DraftHead, names: Iterable[str], batches: Iterable[Batch]) -> dict[str, Spread]:
+def measure_spread(head: DraftHead, names: Iterable[str], batches: Iterable[StatesBatch]) -> dict[str, Spread]:
     """Return the spread of the inputs of some of a head's matrices, K steps along the chain."""
     moments = {name: Moments(head.weights[name].shape[1], device=head.weights[name].device) for name in names}
 
@@ -278,7 +280,7 @@ def descend(
     return DraftHead(converted.spec, {name: weight.detach() for name, weight in assemble().weights.items()})
 
 
-def in_order(calibration: Calibration, generator: torch.Generator) -> Iterator[Batch]:
+def in_order(calibration: Calibration, generator: torch.Generator) -> Iterator[StatesBatch]:
     """Yield the fitted batches without end, in a new order for each pass."""
     mine = calibration.indices("fit")
     while True:
@@ -286,7 +288,7 @@ def in_order(calibration: Calibration, generator: torch.Generator) -> Iterator[B
             yield calibration.batch(mine[place])
 
 
-def take_tokens(texts: Iterator[Batch]) -> list[Batch]:
+def take_tokens(texts: Iterator[StatesBatch]) -> list[StatesBatch]:
     """Return batches of `STEP_TOKENS` tokens or more."""
     taken = [next(texts)]
     while sum(batch.tokens.numel() for batch in taken) < STEP_TOKENS:
@@ -295,7 +297,11 @@ def take_tokens(texts: Iterator[Batch]) -> list[Batch]:
 
 
 def _take_gradient(
-    original: DraftHead, student: DraftHead, calibration: Calibration, batches: Sequence[Batch], names: Sequence[str]
+    original: DraftHead,
+    student: DraftHead,
+    calibration: Calibration,
+    batches: Sequence[StatesBatch],
+    names: Sequence[str],
 ) -> float:
     """Sum the loss's gradient piece by piece, propagate it to the student's parameters, and return the loss.
 

@@ -41,11 +41,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...calibrate.batches import STEPS, Batch, Calibration, Part, in_pieces
-from ...calibrate.measure import trace
 from ...drafters.attention import ChainContext
 from ...drafters.chain import along_chains
 from ...drafters.forward import DraftHead
+from ...measure.batches import STEPS, Calibration, Part, StatesBatch, in_pieces
+from ...measure.trace import trace
 from .moments import DTYPE, RIDGES, Moments, choose, root
 from .rotary import Split
 from .swap import Latents, Shape
@@ -78,7 +78,7 @@ class _Leaves:
         return self._inner.attend(layer, query, key, value, scale)
 
 
-def measure_sensitivity(head: DraftHead, batches: Iterable[Batch], seed: int = 0) -> Sensitivity:
+def measure_sensitivity(head: DraftHead, batches: Iterable[StatesBatch], seed: int = 0) -> Sensitivity:
     """Return the Fisher information of a GQA head's drafts, K steps along the chain, in its keys and values."""
     totals: list[Tensor] = []
     device = head.weights["fc"].device

@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...calibrate.batches import Calibration
-from ...calibrate.measure import run_both
 from ...drafters.forward import DraftHead
+from ...measure.batches import Calibration
+from ...measure.trace import run_both
 
 # The dtype for converting an attention, until the head is assembled.
 DTYPE = torch.float64

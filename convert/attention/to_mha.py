@@ -42,14 +42,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...calibrate.batches import Calibration
-from ...calibrate.measure import trace
 from ...drafters.attention import rms_norm
 from ...drafters.forward import DraftHead
 from ...drafters.rope import partial_factor
 from ...drafters.spec import Gqa, Mla
 from ...drafters.yarn import cos_sin_factor, softmax_scale
 from ...errors import LayoutCannot
+from ...measure.batches import Calibration
+from ...measure.trace import trace
 from .moments import Moments, refit_output
 from .swap import Attention, attention_of, with_attention
 

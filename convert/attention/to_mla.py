@@ -23,14 +23,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ...calibrate.batches import Calibration, Part, in_pieces
-from ...calibrate.measure import run_both, trace
 from ...drafters.attention import CausalContext, hide_future, repeat_heads, softmax
 from ...drafters.chain import unroll
 from ...drafters.forward import DraftHead
 from ...drafters.rope import partial_factor, rotary_dims
 from ...drafters.spec import Gqa, Mla, Rope
 from ...drafters.yarn import cos_sin_factor, softmax_scale
+from ...measure.batches import Calibration, Part, in_pieces
+from ...measure.trace import run_both, trace
 from .latents import Gauge, Metric, factorize_both, fit_latents, measure_costs
 from .moments import Moments, factor, refit_output
 from .rotary import Ladder, Options, Split, find_ladders, lengthen, split_rotary

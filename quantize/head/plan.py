@@ -12,9 +12,6 @@ from pathlib import Path
 
 import torch
 
-from ...calibrate.batches import Calibration
-from ...calibrate.retention import MIN_RETENTION, Retention, conversion_record
-from ...calibrate.texts import stored_texts
 from ...checkpoint.bytes import file_digest
 from ...checkpoint.formats import CONFIG_KEY, INPUT_SCALE, SIDE_FILE
 from ...checkpoint.manifest import FileRecord, Manifest, write_manifest
@@ -27,6 +24,9 @@ from ...convert.plan import Change, Plan, Replaced, SourceTensor, WriteOptions, 
 from ...convert.read import Head, read_weights
 from ...convert.shared import SLOTS, find_shared
 from ...errors import ConfigUnsupported, LayoutCannot
+from ...measure.batches import Calibration
+from ...measure.calibration import stored_texts
+from ...measure.retention import MIN_RETENTION, Retention, conversion_record
 from ...targets.config import read_target_config
 from .formats import LinearFormat, choice_of, groups_of
 from .quantize import QuantizedLinears, quantize_linears

@@ -16,14 +16,15 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from ...calibrate.batches import STEPS, Calibration, Part, check_batches
-from ...calibrate.measure import WatchedInputs, compare, trace
-from ...calibrate.retention import MIN_RETENTION, Retention, check_retention
 from ...checkpoint.formats import INPUT_SCALE
 from ...drafters.chain import count_chains
 from ...drafters.forward import DraftHead
 from ...drafters.spec import HeadSpec
 from ...errors import CalibrationInvalid, TensorValue
+from ...measure.batches import STEPS, Calibration, Part, check_batches
+from ...measure.compare import compare
+from ...measure.retention import MIN_RETENTION, Retention, check_retention
+from ...measure.trace import WatchedInputs, trace
 from ..calibration import check_amax
 from ..pack import amax
 from .formats import LinearFormat, groups_of

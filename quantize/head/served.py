@@ -21,12 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...calibrate.measure import WatchedInputs
 from ...checkpoint.formats import E4M3_MAX, FP8_BLOCKS, HEAD_SCALES, INPUT_SCALE, fused_group, marked_format
 from ...convert.read import Head, read_slot
 from ...drafters.attention import Context
 from ...drafters.forward import DraftHead
 from ...drafters.spec import HeadSpec
+from ...measure.trace import WatchedInputs
 from .formats import FP8, NVFP4
 
 Round = Callable[[Tensor], Tensor]

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 
-from kconv.calibrate.batches import Batch, Calibration
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.attention.swap import Shape
 from kconv.convert.read import read_head
 from kconv.drafters.forward import DraftHead
 from kconv.drafters.slots import needs
 from kconv.drafters.spec import Gqa, Mla
+from kconv.measure.batches import Calibration, StatesBatch
 from kconv.targets.config import read_target_config
 from kconv.targets.forward import run_target
 from kconv.targets.model import load_target
@@ -124,7 +124,7 @@ class Bench:
         found = []
         for tokens in cut_windows(text, seq, batches * rows, seed=1).split(rows):
             states = run_target(self.model, tokens, (1, 3, 5))
-            found.append(Batch(tokens, states.captured, states.hidden))
+            found.append(StatesBatch(tokens, states.captured, states.hidden))
         return Calibration(found, self.model.lm_head.weight.detach(), name)
 
     @cached_property
@@ -139,12 +139,12 @@ class Bench:
         return fewer
 
     @cached_property
-    def held_out(self) -> list[Batch]:
+    def held_out(self) -> list[StatesBatch]:
         """Held-out documents in texts as long as the fitted ones."""
         return list(self.states(self.held, SEQ, MEASURED, ROWS, "held-out").batches)
 
     @cached_property
-    def unseen(self) -> dict[str, list[Batch]]:
+    def unseen(self) -> dict[str, list[StatesBatch]]:
         """Held-out documents, the same in longer texts, and source code, which no one was trained on."""
         code = pack(
             self.tokenizer, [without_docstrings(Path(json.__file__).with_name(n)) for n in ("decoder.py", "encoder.py")]

@@ -15,8 +15,6 @@ from fnmatch import fnmatchcase
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from kconv.calibrate.batches import Calibration
-from kconv.calibrate.measure import compare
 from kconv.convert.attention.heal import (
     ATTENTION,
     RATE,
@@ -31,6 +29,8 @@ from kconv.convert.attention.heal import (
     take_tokens,
 )
 from kconv.drafters.forward import DraftHead
+from kconv.measure.batches import Calibration
+from kconv.measure.compare import compare
 
 from .attention_beds import open_bed
 from .attention_rows import ROWS_OF_TABLE, cell, errors, percent, start_of

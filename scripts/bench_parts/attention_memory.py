@@ -10,14 +10,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kconv.calibrate.batches import PIECE_BYTES, ROWS_PER_DIM, STEPS, Batch, Calibration
-from kconv.calibrate.measure import compare
 from kconv.convert.attention.heal import ATTENTION, REST, loss_by_piece
 from kconv.convert.attention.latents import measure_sensitivity
 from kconv.drafters.chain import count_chains
 from kconv.drafters.forward import DraftHead
 from kconv.drafters.slots import needs
 from kconv.drafters.spec import Gqa, HeadSpec
+from kconv.measure.batches import PIECE_BYTES, ROWS_PER_DIM, STEPS, Calibration, StatesBatch
+from kconv.measure.compare import compare
 
 from .attention_store import load, save
 from .heads import KIMI_MLA
@@ -87,7 +87,7 @@ def make_states(spec: HeadSpec, batches: int, length: int) -> Calibration:
         return torch.randn(1, length, width, generator=generator)
 
     found = [
-        Batch(
+        StatesBatch(
             torch.randint(spec.vocab, (1, length), generator=generator),
             draw(len(spec.captured) * spec.target_hidden),
             draw(spec.target_hidden),

@@ -11,10 +11,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from kconv.calibrate.measure import compare
 from kconv.convert.attention import latents as gauges
 from kconv.convert.attention.convert import as_stored
 from kconv.drafters.forward import DraftHead
+from kconv.measure.compare import compare
 
 from .attention_beds import FITTED, open_bed
 from .attention_rows import ROWS_OF_TABLE, cell, convert, errors, percent, start_of

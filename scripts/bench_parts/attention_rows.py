@@ -11,14 +11,14 @@ from functools import cache
 
 import torch
 
-from kconv.calibrate.measure import compare
-from kconv.calibrate.retention import Retention
 from kconv.convert.attention.heal import ATTENTION, RATE, REST, descend, heal, mean_loss
 from kconv.convert.attention.rotary import Options
 from kconv.convert.attention.swap import with_attention
 from kconv.convert.attention.to_mha import convert_to_mha
 from kconv.convert.attention.to_mla import Choices, convert_to_mla
 from kconv.drafters.forward import DraftHead
+from kconv.measure.compare import compare
+from kconv.measure.retention import Retention
 
 from .attention_beds import Bench, open_bed
 from .attention_store import load, save

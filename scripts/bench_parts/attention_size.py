@@ -9,9 +9,9 @@ from typing import TypeVar
 
 import torch
 
-from kconv.calibrate.batches import ROWS_PER_DIM
 from kconv.convert.attention.latents import factorize, fit_gauge
 from kconv.convert.attention.moments import DTYPE, Moments, factor, root
+from kconv.measure.batches import ROWS_PER_DIM
 
 from .attention_store import load, save
 from .machine import Spent

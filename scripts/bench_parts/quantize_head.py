@@ -20,8 +20,8 @@ from bench_parts.attention_beds import BEDS as ATTENTION_BEDS
 from bench_parts.attention_beds import ROWS, SEQ, Bed, Bench
 from bench_parts.page import write_section
 
-from kconv.calibrate.batches import Calibration, Part
-from kconv.calibrate.retention import MIN_RETENTION
+from kconv.measure.batches import Calibration, Part
+from kconv.measure.retention import MIN_RETENTION
 from kconv.quantize.head.formats import FORMATS
 from kconv.quantize.head.plan import quantize_head
 from kconv.tiny.recipe import DEMO, cache_root

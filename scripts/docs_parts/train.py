@@ -25,6 +25,7 @@ from kconv.checkpoint.folder import open_checkpoint, read_json
 from kconv.convert.read import read_head
 from kconv.drafters.baselines import bigram_overlap, certain_overlap, count_bigrams, lookup_drafts
 from kconv.drafters.chain import Acceptance, draft_logits, overlap, overlap_acceptance, pool
+from kconv.measure.statistics import influences, standard_errors
 from kconv.targets.config import read_target_config
 from kconv.targets.forward import run_target
 from kconv.targets.model import load_target
@@ -34,7 +35,6 @@ from kconv.tiny.target import make_target, pack
 from kconv.tiny.text import read_corpus
 from kconv.train.recipe import TINY_GQA, TINY_MLA, EagleRecipe, parse_recipe
 from kconv.train.run import head_key, train_head
-from kconv.validate.measure import influences, standard_errors
 from kconv.validate.parity import load_head
 
 ROOT = Path(__file__).resolve().parents[2]

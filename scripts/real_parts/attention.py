@@ -11,9 +11,6 @@ from typing import Any
 
 import torch
 
-from kconv.calibrate.batches import Batch, Calibration, Part, part_of
-from kconv.calibrate.measure import compare
-from kconv.calibrate.retention import Retention
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.source import Folder
 from kconv.convert.attention.convert import HEAL_STEPS, FittedAttention, as_stored, change_attention, changed_slots
@@ -28,6 +25,9 @@ from kconv.convert.shared import SLOTS, find_shared
 from kconv.drafters.forward import DraftHead
 from kconv.drafters.spec import Gqa
 from kconv.engines import by_name
+from kconv.measure.batches import Calibration, Part, StatesBatch, part_of
+from kconv.measure.compare import compare
+from kconv.measure.retention import Retention
 from kconv.targets.config import read_target_config
 from kconv.targets.model import load_target
 from kconv.targets.states import open_states
@@ -79,7 +79,7 @@ class Counts:
 
 
 def calibration_of(target: Path, states: Path, captured: Sequence[int], counts: Mapping[Part, int]) -> Calibration:
-    """Return the beginnings of stored dialogues, those of one prompt in one part (`calibrate.texts`).
+    """Return the beginnings of stored dialogues, those of one prompt in one part (`measure.calibration`).
 
     Args:
         target: its folder.
@@ -94,12 +94,12 @@ def calibration_of(target: Path, states: Path, captured: Sequence[int], counts: 
         some = taken[own[sequence.digest]]
         if sequence.length >= TOKENS and len(some) < counts[own[sequence.digest]]:
             some.append(index)
-    batches, parts = list[Batch](), list[Part]()
+    batches, parts = list[StatesBatch](), list[Part]()
     for part, indices in taken.items():
         for begin in range(0, len(indices), ROWS):
             rows = [stored.read(index) for index in indices[begin : begin + ROWS]]
             batches.append(
-                Batch(
+                StatesBatch(
                     torch.stack([row.tokens[:TOKENS].long() for row in rows]),
                     torch.stack([row.captured[:TOKENS].float() for row in rows]),
                     torch.stack([row.hidden[:TOKENS].float() for row in rows]),

@@ -15,15 +15,15 @@ from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.read import read_head
 from kconv.drafters.baselines import bigram_drafts, count_bigrams, lookup_drafts
 from kconv.drafters.chain import Acceptance, greedy_acceptance
+from kconv.measure.drafting import head_drafter, measure_states
+from kconv.measure.texts import Batch, Text
 from kconv.targets.config import read_target_config
 from kconv.targets.dialogues import encode_row, read_rows
 from kconv.targets.forward import States, generate_greedy, run_target
 from kconv.targets.model import load_target
 from kconv.targets.suites import Suite
 from kconv.targets.tokenizer import load_tokenizer
-from kconv.validate.measure import head_drafter, measure_states
 from kconv.validate.parity import load_head
-from kconv.validate.texts import Batch, Text
 
 # Prompts that are answered side by side, and written as they are done.
 AT_ONCE = 16

@@ -25,7 +25,7 @@ from kconv.convert.plan import WriteOptions, plan
 from kconv.convert.read import read_head
 from kconv.engines import by_name
 from kconv.errors import NotACheckpoint, OutputExists, ReportInvalid
-from kconv.validate.figures import AcceptanceFigures, Figures, ReadingsDecided, TextFigures
+from kconv.measure.figures import AcceptanceFigures, Figures, ReadingsDecided, TextFigures
 from kconv.validate.report import Finding, make_report
 
 

@@ -20,7 +20,7 @@ from kconv.convert.execute import execute
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
 from kconv.engines import by_name
-from kconv.validate.figures import AcceptanceFigures, Figures, TextFigures
+from kconv.measure.figures import AcceptanceFigures, Figures, TextFigures
 from kconv.validate.report import make_report
 
 CARDS = Path(__file__).parent.parent.parent / "docs" / "cards"

@@ -20,7 +20,7 @@ from kconv.cards.publish.gate import judge
 from kconv.cards.publish.release import open_candidate
 from kconv.cards.target_card import lost
 from kconv.cli import main
-from kconv.validate.figures import Figures, NoiseFigures, PerplexityFigures
+from kconv.measure.figures import Figures, NoiseFigures, PerplexityFigures
 from kconv.validate.report import Report, read_report
 
 

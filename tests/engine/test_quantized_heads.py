@@ -17,12 +17,12 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from support.record_drafts import record
 
-from kconv.calibrate.measure import WatchedInputs
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.cli import main
 from kconv.convert.read import read_head
 from kconv.drafters.chain import Acceptance, draft_tokens, greedy_acceptance, pool
 from kconv.drafters.forward import DraftHead
+from kconv.measure.trace import WatchedInputs
 from kconv.quantize.head.formats import FORMATS
 from kconv.targets.config import read_target_config
 from kconv.targets.forward import run_target

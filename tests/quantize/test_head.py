@@ -9,8 +9,6 @@ import pytest
 import torch
 from support.heads import GQA, MLA, random_slots
 
-from kconv.calibrate.batches import Batch, Calibration, Part
-from kconv.calibrate.measure import trace
 from kconv.checkpoint.formats import Fp8
 from kconv.drafters.forward import DraftHead
 from kconv.drafters.slots import needs
@@ -22,6 +20,8 @@ from kconv.errors import (
     TensorShape,
     TensorValue,
 )
+from kconv.measure.batches import Calibration, Part, StatesBatch
+from kconv.measure.trace import trace
 from kconv.quantize.head.formats import FORMATS, FP8, NVFP4, choice_of, groups_of
 from kconv.quantize.head.quantize import measure, quantize_linears
 
@@ -42,7 +42,7 @@ def states_of(spec, batches: int = 10, length: int = 12) -> Calibration:
         return torch.randn(*shape, generator=generator)
 
     made = [
-        Batch(
+        StatesBatch(
             torch.randint(spec.vocab, (2, length), generator=generator),
             drawn(2, length, len(spec.captured) * spec.target_hidden),
             drawn(2, length, spec.target_hidden),

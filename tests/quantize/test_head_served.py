@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.heads import FITTING_GQA, FITTING_MLA, random_slots, write_head
 
-from kconv.calibrate.batches import Batch, Calibration
-from kconv.calibrate.measure import WatchedInputs
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.plan import WriteOptions, plan
 from kconv.convert.read import Head, read_head
 from kconv.drafters.chain import draft_logits
 from kconv.drafters.forward import DraftHead
 from kconv.engines import by_name
+from kconv.measure.batches import Calibration, StatesBatch
+from kconv.measure.trace import WatchedInputs
 from kconv.quantize.head.formats import FORMATS, FP8, NVFP4
 from kconv.quantize.head.plan import change_linears, write
 from kconv.quantize.head.quantize import quantize_linears
@@ -34,7 +34,7 @@ def near_one(spec) -> dict[str, torch.Tensor]:
 def calibration(spec) -> Calibration:
     drawn = torch.Generator().manual_seed(6)
     made = [
-        Batch(
+        StatesBatch(
             torch.randint(spec.vocab, (2, 12), generator=drawn),
             torch.randn(2, 12, len(spec.captured) * spec.target_hidden, generator=drawn),
             torch.randn(2, 12, spec.target_hidden, generator=drawn),

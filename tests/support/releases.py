@@ -19,7 +19,7 @@ from kconv.convert.execute import execute
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
 from kconv.engines import by_name
-from kconv.validate.figures import AcceptanceFigures, Figures, ParityFigures, TextFigures
+from kconv.measure.figures import AcceptanceFigures, Figures, ParityFigures, TextFigures
 from kconv.validate.report import Report, read_report
 
 FRONT = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kconv.validate.figures import AcceptanceFigures, EngineFigures, Figures, ParityFigures, PartFigures, StepFigures
+from kconv.measure.figures import AcceptanceFigures, EngineFigures, Figures, ParityFigures, PartFigures, StepFigures
 from kconv.validate.report import Report
 
 KINDS = ("held-out", "sampled", "greedy")

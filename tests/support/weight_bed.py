@@ -13,14 +13,14 @@ from kconv.checkpoint.folder import Checkpoint, open_checkpoint
 from kconv.checkpoint.tensors import read_tensor
 from kconv.convert.read import Head, read_weights
 from kconv.drafters.forward import DraftHead
+from kconv.measure.drafting import count_halves, head_drafter, measure_states
+from kconv.measure.figures import AcceptanceFigures
+from kconv.measure.texts import Batch, Text, make_texts
 from kconv.targets.config import TargetConfig, read_target_config
 from kconv.targets.forward import States, run_target
 from kconv.targets.model import load_target
 from kconv.targets.tokenizer import load_tokenizer
 from kconv.tiny.text import read_corpus
-from kconv.validate.figures import AcceptanceFigures
-from kconv.validate.measure import count_halves, head_drafter, measure_states
-from kconv.validate.texts import Batch, Text, make_texts
 
 STEPS = 3
 

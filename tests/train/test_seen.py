@@ -11,9 +11,9 @@ from kconv.convert.execute import execute, fill
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
 from kconv.engines import by_name
+from kconv.measure.held_out import KEPT
 from kconv.targets.dialogues import prompt_digest
 from kconv.train.job import record_prompts
-from kconv.validate.held_out import KEPT
 
 ONE, OTHER = prompt_digest(["Why is the sky blue?"]), prompt_digest(["Name a river."])
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.reports import report
 
-from kconv.validate.figures import Figures
+from kconv.measure.figures import Figures
 from kconv.validate.html import to_html
 from kconv.validate.markdown import to_markdown
 from kconv.validate.numbers import EXACT, plain

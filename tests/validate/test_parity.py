@@ -21,6 +21,8 @@ from kconv.convert.read import Head, read_head
 from kconv.drafters.spec import Gqa, HeadSpec, Rope
 from kconv.engines import MODELOPT, TRTLLM, by_name
 from kconv.errors import PromptsInvalid, StatesInvalid
+from kconv.measure.drafting import Measured
+from kconv.measure.held_out import encode_held_out
 from kconv.targets.config import read_target_config
 from kconv.targets.forward import LocalRunner
 from kconv.targets.model import load_target
@@ -28,8 +30,6 @@ from kconv.targets.states import RECORD, open_states
 from kconv.targets.tokenizer import load_tokenizer
 from kconv.targets.write_states import Wanted, write_states
 from kconv.tiny.text import read_corpus
-from kconv.validate.held_out import encode_held_out
-from kconv.validate.measure import Measured
 from kconv.validate.parity import Parity, ParityFound, measure_parity
 
 SPEC = HeadSpec(

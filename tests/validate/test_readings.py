@@ -17,6 +17,7 @@ from kconv.drafters.forward import DraftHead
 from kconv.drafters.spec import Rope
 from kconv.engines import BY_NAME
 from kconv.errors import Problem
+from kconv.measure.texts import Batch, Text
 from kconv.targets.config import parse_target_config
 from kconv.targets.forward import States
 from kconv.validate.readings import (
@@ -27,7 +28,6 @@ from kconv.validate.readings import (
     judge_readings,
     measure_readings,
 )
-from kconv.validate.texts import Batch, Text
 
 CONFIG = parse_target_config(TARGET)
 OUTPUTS, EARLY = Reading(MLA), Reading(replace(MLA, captured=(0, 2, 4)))

@@ -9,7 +9,6 @@ import torch
 from support.heads import MLA, random_slots, write_head
 from support.weight_faults import FAULTS
 
-from kconv.calibrate.retention import Retention, check_retention
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import ConversionRecord
 from kconv.convert.read import read_head
@@ -18,8 +17,9 @@ from kconv.drafters.forward import DraftHead
 from kconv.drafters.spec import HeadSpec, Mla
 from kconv.engines import by_name
 from kconv.errors import ConversionInaccurate, KconvError
-from kconv.validate.figures import AcceptanceFigures, ParityFigures, TextFigures, TextKind
-from kconv.validate.measure import Measured
+from kconv.measure.drafting import Measured
+from kconv.measure.figures import AcceptanceFigures, ParityFigures, TextFigures, TextKind
+from kconv.measure.retention import Retention, check_retention
 from kconv.validate.rules.table import find_rule
 from kconv.validate.structure import check_source
 from kconv.validate.verdict import Claim, judge_baselines, judge_fingerprint, judge_retention

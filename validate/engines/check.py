@@ -19,14 +19,14 @@ from ...engines.base import Engine, Serving
 from ...engines.counters import Counters, Counts, check_possible
 from ...engines.registry import engine, startable
 from ...errors import EngineFailed, PromptsInvalid
+from ...measure.figures import EngineFigures
+from ...measure.held_out import read_held_out
 from ...serving.client import Client, check_told, connect
 from ...serving.start import serve
 from ...targets.config import read_target_config
 from ...targets.forward import generate_greedy
 from ...targets.model import load_target
 from ...targets.tokenizer import Tokenizer, load_tokenizer
-from ..figures import EngineFigures
-from ..held_out import read_held_out
 from ..report import Finding
 from .judge import counts_agree, judge
 from .simulate import find_reading, simulate

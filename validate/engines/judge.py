@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import sqrt
 
-from ..figures import EngineFigures
+from ...measure.figures import EngineFigures
 from ..report import Finding
 
 OUTPUT, COUNTS, UNREACHED = "K701", "K702", "K703"

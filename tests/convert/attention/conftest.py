@@ -6,10 +6,10 @@ import pytest
 import torch
 from support.kimi import KIMI_MLA, small
 
-from kconv.calibrate.batches import Batch, Calibration
 from kconv.drafters.forward import DraftHead
 from kconv.drafters.slots import needs
 from kconv.drafters.spec import Gqa, HeadSpec, Mla, Rope, Yarn
+from kconv.measure.batches import Calibration, StatesBatch
 
 YARN = Yarn(32.0, 64, beta_fast=4.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=0.8)
 MLA = small(
@@ -55,7 +55,7 @@ def _calibration(spec: HeadSpec, batches: int = 20, rows: int = 4, length: int =
         tokens = torch.randint(spec.vocab, (rows, length), generator=generator)
         hidden = table[tokens] + 0.5 * table[tokens.roll(1, 1)]
         captured = torch.cat([torch.tanh(hidden @ mix) for mix in mixes], dim=-1)
-        found.append(Batch(tokens, captured, hidden))
+        found.append(StatesBatch(tokens, captured, hidden))
     lm_head = torch.randn(spec.vocab, spec.target_hidden, generator=generator, dtype=torch.float64)
     return Calibration(found, lm_head, "random states")
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kconv.calibrate.batches import STEPS, check_amount, check_calibration, digest_rows
-from kconv.calibrate.measure import trace
 from kconv.errors import CalibrationInvalid
+from kconv.measure.batches import STEPS, check_amount, check_calibration, digest_rows
+from kconv.measure.trace import trace
 
 
 def test_no_batch_is_in_two_parts_and_each_is_in_one(make_calibration, gqa_spec):

@@ -9,8 +9,6 @@ from click.testing import CliRunner
 from support.configs import written
 from support.heads import FITTING_GQA, FITTING_MLA, random_slots, write_head
 
-from kconv.calibrate.batches import Calibration
-from kconv.calibrate.texts import StoredBatches
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import read_manifest, verify
 from kconv.cli import main
@@ -25,6 +23,8 @@ from kconv.errors import (
     LayoutCannot,
     PromptsInvalid,
 )
+from kconv.measure.batches import Calibration
+from kconv.measure.calibration import StoredBatches
 from kconv.targets.config import read_target_config
 from kconv.targets.states import open_states
 from kconv.validate.structure import check_source, check_values, is_identical

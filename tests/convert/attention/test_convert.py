@@ -5,16 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kconv.calibrate.measure import compare, run_both
-from kconv.calibrate.retention import check_retention
 from kconv.convert.attention.convert import as_stored, fit_attention, outline
 from kconv.convert.attention.swap import Shape, attention_of, with_attention
 from kconv.convert.attention.to_mha import convert_to_mha
 from kconv.convert.attention.to_mla import Choices, attention_error, convert_to_mla
-from kconv.drafters.chain import draft_logits, lengths, overlap
+from kconv.drafters.chain import draft_logits, overlap
 from kconv.drafters.forward import DraftHead
 from kconv.drafters.spec import Gqa, Mla, Rope, Yarn
 from kconv.errors import CalibrationInvalid, ConversionInaccurate, LayoutCannot, TensorValue
+from kconv.measure.compare import compare
+from kconv.measure.retention import check_retention
+from kconv.measure.trace import run_both
 
 pytestmark = pytest.mark.usefixtures("short_gauges")
 WIDE = Shape(latent=32, rotary=8, q_lora_rank=32, kv_lora_rank=40, qk_rope_head_dim=16)
@@ -94,7 +95,10 @@ def test_the_figures_are_those_of_the_chain(gqa, states):
     means = []
     for head in (gqa, other):
         found = [
-            lengths(overlap(draft_logits(head, batch.tokens, batch.captured, 3), states.logits(batch), head.target_ids))
+            1
+            + overlap(draft_logits(head, batch.tokens, batch.captured, 3), states.logits(batch), head.target_ids)
+            .cumprod(0)
+            .sum(0)
             for batch in states.part("held-out")
         ]
         means.append(float(torch.cat(found).mean()))

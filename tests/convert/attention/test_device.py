@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kconv.calibrate.measure import run_both, trace
 from kconv.convert.attention.heal import loss_by_piece
 from kconv.convert.attention.latents import factorize
 from kconv.convert.attention.moments import Moments, factor, root
@@ -17,6 +16,7 @@ from kconv.convert.attention.swap import Latents, Shape, attention_of, with_atte
 from kconv.convert.attention.to_mha import assemble_mha
 from kconv.convert.attention.to_mla import Distances, as_gqa, assemble_mla, pad_mla
 from kconv.drafters.forward import DraftHead
+from kconv.measure.trace import run_both, trace
 
 META = torch.device("meta")
 

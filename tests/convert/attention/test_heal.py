@@ -5,8 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kconv.calibrate.batches import Calibration
-from kconv.calibrate.measure import trace
 from kconv.convert.attention.convert import as_stored, fit_attention
 from kconv.convert.attention.heal import (
     ATTENTION,
@@ -26,6 +24,8 @@ from kconv.convert.attention.swap import Shape, with_attention
 from kconv.convert.attention.to_mha import convert_to_mha
 from kconv.convert.attention.to_mla import convert_to_mla
 from kconv.errors import ConversionInaccurate
+from kconv.measure.batches import Calibration
+from kconv.measure.trace import trace
 
 pytestmark = pytest.mark.usefixtures("short_gauges")
 WIDE = Shape(latent=32, rotary=8, q_lora_rank=32, kv_lora_rank=40, qk_rope_head_dim=16)

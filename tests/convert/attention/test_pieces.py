@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kconv.calibrate.batches import STEPS, in_pieces
-from kconv.calibrate.measure import compare
 from kconv.convert.attention.convert import fit_attention
 from kconv.convert.attention.heal import HIDDEN, heal, loss_by_piece
 from kconv.convert.attention.swap import Shape
 from kconv.drafters.chain import overlap, unroll
 from kconv.drafters.forward import DraftHead
+from kconv.measure.batches import STEPS, in_pieces
+from kconv.measure.compare import compare
 
 pytestmark = pytest.mark.usefixtures("short_gauges")
 SHAPE = Shape(latent=6, rotary=8, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=16)
@@ -20,7 +20,7 @@ SHAPE = Shape(latent=6, rotary=8, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_
 
 @pytest.fixture
 def one_text_at_a_time(monkeypatch):
-    monkeypatch.setattr("kconv.calibrate.batches.PIECE_BYTES", 1)
+    monkeypatch.setattr("kconv.measure.batches.PIECE_BYTES", 1)
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def student(gqa):
 
 @pytest.mark.parametrize(("size", "texts"), [(1, [1, 1, 1, 1]), (4 * 24 * 23 * 3, [3, 1]), (4 * 24 * 23 * 4, [4])])
 def test_a_piece_is_of_whole_texts_within_the_size(states, monkeypatch, size, texts):
-    monkeypatch.setattr("kconv.calibrate.batches.PIECE_BYTES", size)
+    monkeypatch.setattr("kconv.measure.batches.PIECE_BYTES", size)
     batch = states.batches[0]
     pieces = list(in_pieces([batch], vocab=23))
     assert [len(piece.tokens) for piece in pieces] == texts
@@ -53,7 +53,7 @@ def gradients(original, student, states, batch) -> tuple[float, dict]:
 def test_the_gradient_of_the_pieces_is_that_of_the_whole(gqa, student, states, monkeypatch):
     batch = states.batches[0]
     whole, wanted = gradients(gqa, student, states, batch)
-    monkeypatch.setattr("kconv.calibrate.batches.PIECE_BYTES", 1)
+    monkeypatch.setattr("kconv.measure.batches.PIECE_BYTES", 1)
     total, found = gradients(gqa, student, states, batch)
     assert total == pytest.approx(whole, rel=1e-6)
     for name, gradient in wanted.items():
@@ -83,7 +83,7 @@ def test_the_loss_is_the_mean_over_the_whole_batch(gqa, student, states):
 def test_healing_and_measuring_give_the_same_in_pieces(gqa, student, states, monkeypatch):
     whole = heal(gqa, student, states, 3)
     figures = compare(gqa, whole, states)
-    monkeypatch.setattr("kconv.calibrate.batches.PIECE_BYTES", 1)
+    monkeypatch.setattr("kconv.measure.batches.PIECE_BYTES", 1)
     healed = heal(gqa, student, states, 3)
     assert not torch.equal(healed.weights["fc"], student.weights["fc"])
     for name, weight in whole.weights.items():

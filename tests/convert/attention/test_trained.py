@@ -8,8 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kconv.calibrate.batches import Batch, Calibration
-from kconv.calibrate.measure import compare
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.attention.convert import as_stored
 from kconv.convert.attention.heal import heal
@@ -17,6 +15,8 @@ from kconv.convert.attention.swap import Shape, with_attention
 from kconv.convert.attention.to_mla import convert_to_mla
 from kconv.convert.read import read_head
 from kconv.drafters.spec import Gqa
+from kconv.measure.batches import Calibration, StatesBatch
+from kconv.measure.compare import compare
 from kconv.targets.config import read_target_config
 from kconv.targets.forward import run_target
 from kconv.targets.model import load_target
@@ -51,7 +51,7 @@ def bed():
         found = []
         for tokens in cut_windows(stream, 96, 8 * batches, seed=1).split(8):
             ran = run_target(model, tokens, RECIPE.captured)
-            found.append(Batch(tokens, ran.captured, ran.hidden))
+            found.append(StatesBatch(tokens, ran.captured, ran.hidden))
         return found
 
     return head, Calibration(states(text, 60), model.lm_head.weight.detach(), "docstrings"), states(held, 12)

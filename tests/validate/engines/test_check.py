@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from support.counting import STEPS, metrics
 
+from kconv.measure.figures import EngineFigures
 from kconv.validate.engines.check import WITHOUT, check_engine
 from kconv.validate.engines.judge import COUNTS, OUTPUT, judge
-from kconv.validate.figures import EngineFigures
 
 # Serves from a table of greedy continuations, in vLLM's place; with a head it counts what the table says.
 PROGRAM = """

@@ -9,11 +9,11 @@ from support.counting import NEW_TOKENS, STEPS, metrics
 
 from kconv.checkpoint.source import Folder
 from kconv.errors import CountersMissing, DefinitionsMixed, EngineFailed, PromptsInvalid
+from kconv.measure.figures import EngineFigures
 from kconv.serving.client import ONE_TOKEN
 from kconv.targets.tokenizer import load_tokenizer
 from kconv.validate.engines.check import FORWARD, Engined, check_engine
 from kconv.validate.engines.judge import COUNTS, OUTPUT, UNREACHED, judge
-from kconv.validate.figures import EngineFigures
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.source import Folder
 from kconv.convert.read import Head, read_head
 from kconv.drafters.chain import Acceptance
+from kconv.measure.figures import EngineFigures
 from kconv.validate.engines import check
 from kconv.validate.engines.check import Engined, EngineFound
 from kconv.validate.engines.judge import COUNTS, judge
 from kconv.validate.engines.simulate import find_reading
-from kconv.validate.figures import EngineFigures
 from kconv.validate.run import Checks, validate
 
 FIGURES = EngineFigures(

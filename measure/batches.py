@@ -34,7 +34,7 @@ KEPT_BACK: dict[int, Part] = {4: "choose", 9: "held-out"}
 
 
 @dataclass(frozen=True)
-class Batch:
+class StatesBatch:
     """Sequences of one length, and the target's states for them.
 
     Attributes:
@@ -47,9 +47,9 @@ class Batch:
     captured: Tensor
     hidden: Tensor
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> StatesBatch:
         """Return the batch on a device; the same object if it is already there."""
-        return Batch(self.tokens.to(device), self.captured.to(device), self.hidden.to(device))
+        return StatesBatch(self.tokens.to(device), self.captured.to(device), self.hidden.to(device))
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,18 @@ class Calibration:
         parts: which part each batch belongs to; by position if not given.
     """
 
-    batches: Sequence[Batch]
+    batches: Sequence[StatesBatch]
     lm_head: Tensor
     name: str
     prompts: tuple[str, ...] = ()
     parts: Sequence[Part] = ()
 
-    def part(self, part: Part) -> Iterator[Batch]:
+    def part(self, part: Part) -> Iterator[StatesBatch]:
         """Yield the batches of one part; the parts do not overlap."""
         for index in self.indices(part):
             yield self.batch(index)
 
-    def batch(self, index: int) -> Batch:
+    def batch(self, index: int) -> StatesBatch:
         """Return one batch, on the device for computation."""
         return self.batches[index].to(self.lm_head.device)
 
@@ -88,12 +88,12 @@ class Calibration:
         """Return the part of each batch."""
         return self.parts or [part_of(place) for place in range(len(self.batches))]
 
-    def logits(self, batch: Batch) -> Tensor:
+    def logits(self, batch: StatesBatch) -> Tensor:
         """Return the target's logits for a batch, `[B, T, vocab]`."""
         return F.linear(batch.hidden, self.lm_head)
 
 
-def in_pieces(batches: Iterable[Batch], vocab: int) -> Iterator[Batch]:
+def in_pieces(batches: Iterable[StatesBatch], vocab: int) -> Iterator[StatesBatch]:
     """Yield batches in pieces of whole texts, whose fp32 logits `[b, T, vocab]` take at most `PIECE_BYTES`.
 
     A single text that takes more is a piece by itself; a batch that takes no more is one piece.
@@ -105,7 +105,7 @@ def in_pieces(batches: Iterable[Batch], vocab: int) -> Iterator[Batch]:
             yield batch
             continue
         parts = (batch.tokens.split(rows), batch.captured.split(rows), batch.hidden.split(rows))
-        yield from (Batch(*piece) for piece in zip(*parts, strict=True))
+        yield from (StatesBatch(*piece) for piece in zip(*parts, strict=True))
 
 
 def part_of(place: int) -> Part:
@@ -188,7 +188,7 @@ def check_amount(shapes: Sequence[tuple[int, int]], parts: Sequence[Part], spec:
     return rows
 
 
-def _check_target(calibration: Calibration, batch: Batch, spec: HeadSpec) -> None:
+def _check_target(calibration: Calibration, batch: StatesBatch, spec: HeadSpec) -> None:
     """Refuse states of a different width than a head of this spec reads, or the lm_head of another target."""
     width = len(spec.captured) * spec.target_hidden
     found = (batch.captured.shape[-1], batch.hidden.shape[-1], tuple(calibration.lm_head.shape))
@@ -209,7 +209,7 @@ def _check_target(calibration: Calibration, batch: Batch, spec: HeadSpec) -> Non
         )
 
 
-def _check_batch(calibration: Calibration, batch: Batch, index: int) -> None:
+def _check_batch(calibration: Calibration, batch: StatesBatch, index: int) -> None:
     """Refuse states with NaN or Inf, before hours of work fail on them."""
     for name, states in (("captured states", batch.captured), ("final states", batch.hidden)):
         if not bool(states.isfinite().all()):

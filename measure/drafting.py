@@ -2,12 +2,6 @@
 
 A drafter is a program that gives the logits of each draft step of each chain. Two drafters may be different programs,
 e.g. a trainer's own module and kconv's forward of the converted folder.
-
-Every acceptance has an uncertainty. Positions within a sequence are correlated, so errors are taken over sequences. An
-acceptance length is 1 + R, with R = (accepted tokens) / (drafts) over all sequences: a ratio of two sums, in which a
-sequence i moves R by about e_i = (a_i - R n_i) / N. So the variance of R over m sequences is m / (m - 1) * sum(e_i^2)
-(the linearized variance of a ratio under cluster sampling: Cochran, Sampling Techniques, 3rd ed., section 6.4). Two
-drafters on the same sequences are compared by the differences of their e_i, which removes what they have in common.
 """
 
 from __future__ import annotations
@@ -41,6 +35,7 @@ from ..errors import TargetInvalid
 from ..targets.forward import States, run_target
 from .figures import AcceptanceFigures, ParityFigures, PartFigures, StepFigures, TextFigures
 from .parts import Parts
+from .statistics import influences, share_kept, standard_errors
 from .texts import Batch, Text
 
 # Rows of what `differ` returns for a sequence; the first two are maxima, the others sums over positions.
@@ -151,30 +146,6 @@ def _common(source: Tensor, output: Tensor, source_ids: Tensor, output_ids: Tens
     return source[..., both], output[..., own]
 
 
-def influences(parts: Sequence[Acceptance]) -> Tensor:
-    """Return how much each sequence moves the pooled figures: `[m, K + 1]`, each position's rate and then the length.
-
-    Args:
-        parts: the acceptance on each of m sequences, of the same K.
-    """
-    accepted = torch.tensor([part.accepted for part in parts], dtype=torch.float64)
-    drafts = torch.tensor([part.drafts for part in parts], dtype=torch.float64)[:, None]
-    accepted = torch.cat([accepted, accepted.sum(1, keepdim=True)], dim=1)
-    rates = accepted.sum(0) / drafts.sum()
-    return (accepted - rates * drafts) / drafts.sum()
-
-
-def standard_errors(moved: Tensor) -> list[float | None]:
-    """Return the standard error of each pooled figure, from `influences`; None for a single sequence.
-
-    For two drafters on the same sequences, the difference of their influences gives the paired standard errors.
-    """
-    count = len(moved)
-    if count < 2:
-        return [None] * moved.shape[1]
-    return (moved.square().sum(0) * (count / (count - 1))).sqrt().tolist()
-
-
 @dataclass
 class Gathered:
     """Results for each sequence of a text, in one order.
@@ -227,8 +198,7 @@ def parity_figures(text: Text, gathered: Gathered, compare: tuple[str, str], cat
     source, output = (gathered.acceptance[name] for name in compare)
     before, after = pool(source), pool(output)
     errors = standard_errors(influences(output) - influences(source))
-    kept = after.length / before.length
-    off = standard_errors((influences(output) - kept * influences(source)) / before.length)
+    kept, kept_error = share_kept(source, output)
     total = add_up(gathered.apart)
     return ParityFigures(
         text=text.kind,
@@ -247,7 +217,7 @@ def parity_figures(text: Text, gathered: Gathered, compare: tuple[str, str], cat
             for step in range(after.steps)
         ),
         kept=kept,
-        kept_se=off[-1],
+        kept_se=kept_error,
     )
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kconv.drafters.chain import Acceptance, pool
-from kconv.validate.measure import influences, standard_errors
+from kconv.measure.statistics import influences, standard_errors
 
 
 def draw(generator: torch.Generator, sequences: int, noise: float = 0.0) -> list[Acceptance]:

@@ -12,7 +12,7 @@ from support.heads import random_slots
 
 from kconv.drafters.forward import DraftHead
 from kconv.drafters.spec import Gqa, HeadSpec, Mla, Norms, Rope
-from kconv.validate.parts import PARTS, Parts
+from kconv.measure.parts import PARTS, Parts
 
 GQA = HeadSpec(
     attention=Gqa(4, kv_heads=2, head_dim=8), hidden=32, target_hidden=16, intermediate=48, layers=1, vocab=40,

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from kconv.drafters.baselines import count_bigrams
+from kconv.measure.drafting import Drafter, measure
+from kconv.measure.texts import make_texts
 from kconv.targets.forward import run_target
 from kconv.targets.model import load_target
 from kconv.targets.tokenizer import load_tokenizer
 from kconv.tiny.text import read_corpus
-from kconv.validate.measure import Drafter, measure
-from kconv.validate.texts import make_texts
 
 STEPS, CAPTURED = 3, (1, 3, 5)
 

@@ -15,8 +15,8 @@ from kconv.checkpoint.source import Folder
 from kconv.cli import main
 from kconv.engines import by_name
 from kconv.errors import PromptsInvalid
+from kconv.measure.held_out import encode_held_out, read_held_out, refuse_overlap
 from kconv.targets.prompts import read_prompts
-from kconv.validate.held_out import encode_held_out, read_held_out, refuse_overlap
 
 TEXTS = ("Return the sum of two numbers.", "Name three rivers of Asia.", "Why is the sky blue?")
 

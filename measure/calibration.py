@@ -17,7 +17,7 @@ from ..errors import CalibrationInvalid
 from ..targets.config import TargetConfig, read_target_config
 from ..targets.prompts import read_prompts
 from ..targets.states import StoredStates, open_states
-from .batches import Batch, Calibration, Part, check_amount, part_of
+from .batches import Calibration, Part, StatesBatch, check_amount, part_of
 
 # Sequences per healing step.
 ROWS = 8
@@ -37,7 +37,7 @@ class CalibrationTexts:
     name: str
     prompts: tuple[str, ...]
     parts: Sequence[Part]
-    gather: Callable[[], Sequence[Batch]]
+    gather: Callable[[], Sequence[StatesBatch]]
 
     def calibration(self, lm_head: Tensor) -> Calibration:
         """Gather the states.
@@ -135,15 +135,15 @@ def prompted_texts(
     return CalibrationTexts(file.name, digests, parts, lambda: _run_target(target.open_weights().folder, groups, spec))
 
 
-def _run_target(folder: Path, groups: Sequence[Tensor], spec: HeadSpec) -> list[Batch]:
+def _run_target(folder: Path, groups: Sequence[Tensor], spec: HeadSpec) -> list[StatesBatch]:
     from ..targets.forward import capture
     from ..targets.model import load_target
 
     model = load_target(folder, torch.float32)
-    return [Batch(tokens, *capture(model, tokens, spec.captured)) for tokens in groups]
+    return [StatesBatch(tokens, *capture(model, tokens, spec.captured)) for tokens in groups]
 
 
-class StoredBatches(Sequence[Batch]):
+class StoredBatches(Sequence[StatesBatch]):
     """Stored states as batches of one length, read on request.
 
     Attributes:
@@ -168,15 +168,15 @@ class StoredBatches(Sequence[Batch]):
         return len(self._groups)
 
     @overload
-    def __getitem__(self, index: int) -> Batch: ...
+    def __getitem__(self, index: int) -> StatesBatch: ...
     @overload
-    def __getitem__(self, index: slice) -> Sequence[Batch]: ...
-    def __getitem__(self, index: int | slice) -> Batch | Sequence[Batch]:
+    def __getitem__(self, index: slice) -> Sequence[StatesBatch]: ...
+    def __getitem__(self, index: int | slice) -> StatesBatch | Sequence[StatesBatch]:
 
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         stored = [self._states.read(i) for i in self._groups[index]]
-        return Batch(
+        return StatesBatch(
             torch.stack([one.tokens.long() for one in stored]),
             torch.stack([one.captured.float() for one in stored]),
             torch.stack([one.hidden.float() for one in stored]),

@@ -1,0 +1,1 @@
+"""Measuring: texts, drafting over them, and the acceptance that a head has and retains."""
