@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SLOTS = ("lm_head", "embed_tokens")
+# Rows that are looked at, and how many of those that are unlike their own token's are compared with every token's.
+SAMPLED, PROBED, FEWEST = 512, 64, 3
+# The cosine from which two rows are alike, how like they are at most asked to be, and by how much another token's row
+# must be more like than the own.
+LIKE, MOST_LIKE, MARGIN = 0.5, 0.9, 0.3
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,7 @@ class SharedTensors:
         name: of the target, as the user gave it.
         tensors: header entries of the `SLOTS` that were found, by slot.
         headers_only: whether their bytes are still on the Hub.
+        is_folder: whether the target is a folder, whose tensors need no download.
         layers: number of its decoder layers; None if unknown.
         model_type: of its text model, e.g. "kimi_k2"; empty if unknown.
         architecture: of the whole target, e.g. "KimiK25ForConditionalGeneration"; empty if unknown.
@@ -41,6 +48,7 @@ class SharedTensors:
     name: str
     tensors: Mapping[str, TensorInfo]
     headers_only: bool = False
+    is_folder: bool = False
     layers: int | None = None
     model_type: str = ""
     architecture: str = ""
@@ -138,6 +146,7 @@ def find_shared(target: Source, slots: Iterable[str]) -> SharedTensors:
     return SharedTensors(
         target.name,
         found,
+        is_folder=isinstance(target, Folder),
         layers=config.layers,
         model_type=config.model_type,
         architecture=config.architecture,
@@ -260,6 +269,97 @@ def _count_equal(lm_head: TensorInfo, reference: TensorInfo, ids: Tensor) -> int
         rows = read_rows(lm_head, own)
         equal += int((rows == read_rows(reference, ids[own]).to(rows.dtype)).all(dim=1).sum())
     return equal
+
+
+@dataclass(frozen=True)
+class Displaced:
+    """Rows of a head's matrix that are another token's in the target's.
+
+    Attributes:
+        first: the first row that is unlike its own token's.
+        row: a row that is another token's.
+        token: the token that it stands for.
+        nearest: the token whose row in the target is most like it.
+        likeness, own_likeness: its cosine with the row of `nearest` and of `token`.
+        found, sampled: how many of the sampled rows are another token's.
+    """
+
+    first: int
+    row: int
+    token: int
+    nearest: int
+    likeness: float
+    own_likeness: float
+    found: int
+    sampled: int
+
+
+def find_displaced(own: TensorInfo, theirs: TensorInfo, ids: Tensor) -> Displaced | None:
+    """Look for rows of a head's embedding or lm_head that are another token's.
+
+    Both matrices of a head are mostly trained from the target's, so each row stays most like its own token's. Rows that
+    were drawn at random and trained are like no row of the target's, and nothing is found.
+
+    Args:
+        own: the head's, `[rows, hidden]`.
+        theirs: the target's, `[vocab, target_hidden]`.
+        ids: `[rows]`, the token of each row.
+
+    Returns:
+        None if the rows are in order, like no row of the target's, or of another width.
+    """
+    import torch
+    import torch.nn.functional as F
+
+    from ..checkpoint.tensors import read_rows, row_blocks
+
+    if own.shape[1:] != theirs.shape[1:] or int(ids.min()) < 0 or int(ids.max()) >= theirs.shape[0]:
+        return None
+    sampled = torch.linspace(0, len(ids) - 1, min(len(ids), SAMPLED)).long()
+    # What all rows of a matrix have in common says nothing about a token.
+    common = [F.normalize(read_rows(*one).float().mean(0), dim=0) for one in ((own, sampled), (theirs, ids[sampled]))]
+
+    def directions(rows: Tensor, shared: Tensor) -> Tensor:
+        rows = rows.float()
+        return F.normalize(rows - torch.outer(rows @ shared, shared))
+
+    def looked_at(rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return rows of the head's, and the cosine of each with its own token's."""
+        mine = directions(read_rows(own, rows), common[0])
+        return mine, (mine * directions(read_rows(theirs, ids[rows]), common[1])).sum(1)
+
+    # The best of many random directions is this like a row; a matrix that is narrow for its vocabulary shows little.
+    chance = math.sqrt(2 * math.log(theirs.shape[0]) / theirs.shape[1])
+    least = min(max(LIKE, 1.5 * chance), MOST_LIKE)
+    unlike = sampled[looked_at(sampled)[1] < least]
+    probed = unlike[torch.linspace(0, len(unlike) - 1, min(len(unlike), PROBED)).long()]
+    if len(probed) < FEWEST:
+        return None
+    mine, before = looked_at(probed)
+    best, nearest, begin = torch.full_like(before, -1.0), torch.zeros_like(probed), 0
+    for block in row_blocks(theirs):
+        likeness, places = (mine @ directions(block, common[1]).T).max(1)
+        nearest, best = torch.where(likeness > best, places + begin, nearest), torch.maximum(likeness, best)
+        begin += len(block)
+    of_another = (best > least) & (best - before > MARGIN)
+    count = int(of_another.sum())
+    if count < max(FEWEST, len(probed) / 2):
+        return None
+    at = int(of_another.nonzero()[0])
+    # The rows between it and the sampled one before it may be another token's already.
+    earlier = sampled[sampled < probed[at]]
+    between = torch.arange(int(earlier.max()) + 1 if len(earlier) else 0, int(probed[at]) + 1)
+    first = int(between[looked_at(between)[1] < least][0])
+    return Displaced(
+        first,
+        int(probed[at]),
+        int(ids[probed[at]]),
+        int(nearest[at]),
+        float(best[at]),
+        float(before[at]),
+        round(len(unlike) * count / len(probed)),
+        len(sampled),
+    )
 
 
 def same_bytes(one: TensorInfo, other: TensorInfo) -> bool:

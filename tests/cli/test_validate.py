@@ -8,6 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 from safetensors.torch import save, save_file
 from support.changes import P, drop, edit, nest, one_nan, put
@@ -255,10 +256,25 @@ def test_an_embedding_that_is_not_the_targets_is_found_where_it_is_not_served(tm
     (target / "config.json").write_text(json.dumps(TARGET))
     save_file({"model.embed_tokens.weight": own["embed_tokens"]}, target / "model.safetensors")
     assert kconv("validate", head, "--for", asked, "--target", target).exit_code == 0
-    save_file({"model.embed_tokens.weight": own["embed_tokens"].flip(0)}, target / "model.safetensors")
+    save_file({"model.embed_tokens.weight": torch.randn_like(own["embed_tokens"])}, target / "model.safetensors")
     shown = kconv("validate", head, "--for", asked, "--target", target)
     assert shown.exit_code == code and ("K213 embed_tokens.weight" in shown.stdout) is bool(code)
     assert "K214" not in shown.stdout
+
+
+@pytest.mark.parametrize("slot, name", [("lm_head", "lm_head.weight"), ("embed_tokens", "model.embed_tokens.weight")])
+def test_rows_that_are_another_tokens_are_found_beside_the_target(tmp_path, slot, name):
+    good, own = GOOD["gqa, portable"], trained_slots(GQA)
+    head, target = good.write(tmp_path / "head"), tmp_path / "target"
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(TARGET))
+    save_file({name: own[slot]}, target / "model.safetensors")
+    assert kconv("validate", head, "--for", "vllm", "--target", target).exit_code == 0
+    moved = torch.cat([own[slot][:20], own[slot][20:].roll(1, 0)])
+    save_file({name: moved}, target / "model.safetensors")
+    shown = kconv("validate", head, "--for", "vllm", "--target", target)
+    assert shown.exit_code == 1
+    assert f"K217 {slot}.weight" in shown.stdout and "from row 20 on" in " ".join(shown.stdout.split())
 
 
 @pytest.mark.parametrize("asked, said", [("all", True), ("sglang", True), ("trtllm", True), ("vllm", False)])

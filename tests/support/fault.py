@@ -81,7 +81,7 @@ def lend(folder: Path, slots: tuple[str, ...], spec: HeadSpec, asked: Iterable[s
     folder.mkdir(exist_ok=True)
     own = trained_slots(spec, seed=5)
     save_file({slot: own[slot] for slot in slots}, folder / "model.safetensors")
-    return SharedTensors("org/target", Folder(folder).open_tensors(asked))
+    return SharedTensors("org/target", Folder(folder).open_tensors(asked), is_folder=True)
 
 
 def good(layout: str, spec=MLA, engines: tuple[str, ...] = VLLM, nvfp4: bool = False) -> Good:

@@ -53,7 +53,7 @@ from .fault import (
     Fault,
     good,
 )
-from .good_heads import LATENT_QUANTIZABLE
+from .good_heads import LATENT_QUANTIZABLE, trained_slots
 from .heads import GQA, MLA, PORTABLE, QK, TARGET
 
 NESTED = "eagle_aux_hidden_state_layer_ids"
@@ -162,6 +162,8 @@ OF_TENSORS = (
     Fault("lm_head as drawn from a normal distribution", "K204", MLA_VLLM, edit("lm_head.weight", initial(0.02))),
     Fault("lm_head as torch.nn.Linear leaves it", "K204", GQA_VLLM, edit("lm_head.weight", uniform)),
     Fault("rows of lm_head that were never filled", "K205", GQA_VLLM, edit("lm_head.weight", some_rows_zero)),
+    Fault("the target's lm_head, moved by a row", "K217", GQA_VLLM, lent=("embed_tokens", "lm_head"),
+          change=edit("lm_head.weight", lambda t: trained_slots(GQA, seed=5)["lm_head"].roll(1, 0).to(t.dtype))),
     Fault("an embedding of its own, for SGLang", "K213", GQA_SGLANG, lent=("embed_tokens",)),
     Fault("an embedding of its own, for TensorRT-LLM", "K213", MLA_TRT, lent=("embed_tokens",)),
     Fault("a head as ModelOpt 0.47 trains it, normed twice", "K210", MODELOPT_MLA,

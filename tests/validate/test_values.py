@@ -7,6 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kconv.checkpoint.header import read_header
+from kconv.convert.shared import find_displaced
 from kconv.validate.rules import values
 
 
@@ -55,3 +57,58 @@ def test_the_tiny_targets_own_lm_head_is_trained(tiny_target):
 @pytest.mark.parametrize("matrix", [torch.zeros(64, 64), torch.ones(3, 64), torch.full((64, 64), float("nan"))])
 def test_what_cannot_be_judged_is_not(matrix):
     assert measure_spread(matrix) is None
+
+
+VOCAB, WIDTH, KEPT = 1024, 128, 600
+FAULTS = {
+    "moved by one from a row on": lambda rows: torch.cat([rows[:201], rows[201:].roll(1, 0)]),
+    "moved the other way": lambda rows: torch.cat([rows[:201], rows[201:].roll(-1, 0)]),
+    "a block reversed": lambda rows: torch.cat([rows[:201], rows[201:401].flip(0), rows[401:]]),
+    "all moved": lambda rows: rows.roll(1, 0),
+    "halves swapped": lambda rows: rows.roll(len(rows) // 2, 0),
+}
+SOUND = {
+    "in order": lambda rows: rows,
+    "trained on": lambda rows: rows + 0.6 * torch.randn_like(rows),
+    "scaled": lambda rows: 3.0 * rows,
+    "drawn anew": torch.randn_like,
+    "some drawn anew": lambda rows: torch.cat([rows[:500], torch.randn_like(rows[500:])]),
+    "turned into another space": lambda rows: rows @ torch.linalg.qr(torch.randn(WIDTH, WIDTH))[0],
+}
+
+
+@pytest.fixture
+def compared(tmp_path):
+    """Return a function that compares a head's rows, made from the target's, with the target's."""
+
+    def compared(change):
+        from safetensors.torch import save_file
+
+        # Rows of a trained matrix have much in common, and lengths of their own.
+        theirs = (torch.randn(1, WIDTH) + torch.randn(VOCAB, WIDTH)) * torch.randn(VOCAB, 1).mul(0.5).exp()
+        ids = torch.randperm(VOCAB)[:KEPT].sort().values
+        save_file({"theirs": theirs, "own": change(theirs[ids]).contiguous()}, tmp_path / "rows.safetensors")
+        infos = read_header(tmp_path / "rows.safetensors")
+        return find_displaced(infos["own"], infos["theirs"], ids), ids
+
+    return compared
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("change", FAULTS.values(), ids=FAULTS)
+def test_rows_of_other_tokens_are_found(compared, change, seed):
+    torch.manual_seed(seed)
+    found, ids = compared(lambda rows: change(rows + 0.3 * torch.randn_like(rows)))
+    moved = change(torch.arange(KEPT)[:, None]).flatten()
+    assert found is not None
+    assert found.first == int((moved != torch.arange(KEPT)).nonzero()[0])
+    assert (found.token, found.nearest) == (int(ids[found.row]), int(ids[moved[found.row]]))
+    share = float((moved != torch.arange(KEPT)).float().mean())
+    assert found.found / found.sampled == pytest.approx(share, abs=0.05)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("change", SOUND.values(), ids=SOUND)
+def test_rows_in_order_are_not_called_displaced(compared, change, seed):
+    torch.manual_seed(seed)
+    assert compared(change)[0] is None

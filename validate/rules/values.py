@@ -11,8 +11,10 @@ import numpy as np
 from ...checkpoint.bytes import read_floats
 from ...checkpoint.header import TensorInfo
 from ...checkpoint.manifest import MANIFEST
+from ...convert.shared import SLOTS, find_displaced
 from ...drafters.contract import FLOATS
 from ...drafters.slots import needs
+from ...errors import KconvError
 from .head import HeadSubject, engine_layouts
 from .rule import SGLANG, TRTLLM, Found, Rule
 
@@ -158,6 +160,32 @@ def embedding_not_compared(subject: HeadSubject) -> Iterator[Found]:
             yield Found(subject.slots[slot], f"not compared with the target's, which {engines} would use")
 
 
+def rows_displaced(subject: HeadSubject) -> Iterator[Found]:
+    if subject.lent is None or subject.spec is None or not subject.lent(()).is_folder:
+        return
+    import torch
+
+    from ...drafters.vocab import target_ids
+
+    try:
+        target = subject.lent(SLOTS)
+    except KconvError:  # an incomplete download, which the rules that need it report
+        return
+    spec = subject.spec
+    kept = torch.arange(spec.vocab) if subject.d2t is None else target_ids(subject.d2t)
+    for slot, ids in (("lm_head", kept), ("embed_tokens", torch.arange(spec.vocab))):
+        own, theirs = subject.tensors.get(subject.slots.get(slot, "")), target.tensors.get(slot)
+        if own is None or theirs is None or own.dtype not in FLOATS or theirs.dtype not in FLOATS:
+            continue
+        if own.shape[:1] == (len(ids),) and (found := find_displaced(own, theirs, ids)):
+            yield Found(
+                own.name,
+                f"from row {found.first} on, its rows part from the target's: row {found.row} stands for token"
+                f" {found.token}, but it is most like the row of token {found.nearest} (cosine {found.likeness:.2f},"
+                f" with its own {found.own_likeness:.2f}); so are about {found.found} of {found.sampled} sampled rows",
+            )
+
+
 def _replaced(subject: HeadSubject) -> dict[str, str]:
     """Return the head's own slots for which engines use the target's tensor, with these engines."""
     if subject.spec is None:
@@ -254,6 +282,17 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         engines=(SGLANG, TRTLLM),
         values=True,
         check=embedding_not_compared,
+    ),
+    Rule(
+        "K217",
+        "rows-displaced",
+        "error",
+        "Rows of lm_head or of the embedding are other tokens' than the map says. The head drafts those tokens wrong.",
+        fix="Export the head again with the map (d2t) that it was trained with. Compare its tokenizer with the"
+        " target's.",
+        seen_in="https://github.com/SafeAILab/EAGLE/issues/222",
+        values=True,
+        check=rows_displaced,
     ),
 )
 # What no weight may contain, whatever the head.
