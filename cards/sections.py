@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -97,11 +98,22 @@ def measured(report: Report | None) -> dict[str, Any]:
 
 
 def _approximation(record: ConversionRecord) -> str:
-    """Describe how an attention was converted, and the figures on held-out texts."""
-    numbers = {name: value for name, value in record.held_out.items() if isinstance(value, int | float)}
-    figures = ", ".join(f"{name.replace('_', ' ')} {value:.6g}" for name, value in numbers.items())
-    healed = f", healed for {record.heal_steps} steps" if record.heal_steps else ""
-    said = f"**approximate**: {record.method} (calibrated on {record.calibration}{healed}); held out: {figures}"
+    """Describe an approximation, and what it kept on held-out texts."""
+    said = f"**approximate**: {record.method}, calibrated on {record.calibration}"
+    found = {name: value for name, value in record.held_out.items() if isinstance(value, int | float)}
+    if {"kept", "kept_error", "after", "before", "sequences"} <= found.keys():
+        trained = found.get("trained")
+        against = (
+            f"of the {trained:.3f} that the original has after the same steps ({found['before']:.3f} before them)"
+            if trained
+            else f"of the original's {found['before']:.3f}"
+        )
+        said += (
+            f". On {found['sequences']:.0f} held-out texts its sampled acceptance length is {found['after']:.3f}, "
+            f"{found['kept']:.1%} ± {found['kept_error']:.1%} {against}"
+        )
+        if not math.isnan(greedy := found.get("greedy_kept", math.nan)):
+            said += f"; greedy it keeps {greedy:.1%} ± {found['greedy_kept_error']:.1%}"
     return f"{said}; made from a head that was {_approximation(record.before)}" if record.before else said
 
 

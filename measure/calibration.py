@@ -102,7 +102,7 @@ def stored_texts(folder: Path, spec: HeadSpec, config: TargetConfig, *, is_fitte
 def prompted_texts(
     file: Path, context: int, spec: HeadSpec, target: Source, *, trust_remote_code: bool = False
 ) -> CalibrationTexts:
-    """Join prompts and cut them into texts of one length, for a target to run over.
+    """Join the prompts of each part and cut them into texts of one length, for a target to run over.
 
     Args:
         file: the prompts.
@@ -119,16 +119,19 @@ def prompted_texts(
 
     prompts = read_prompts(file)
     tokenizer = load_tokenizer(target.fetch_tokenizer(), trust_remote_code=trust_remote_code)
-    ids = [i for prompt in prompts for turn in prompt.turns for i in tokenizer.encode(turn)]
-    count = len(ids) // context
-    if not count:
+    # By prompt, not by text: windows of one prompt repeat each other's words, so none may fall into another part.
+    ids: dict[Part, list[int]] = defaultdict(list)
+    for place, prompt in enumerate(prompts):
+        ids[part_of(place)] += [i for turn in prompt.turns for i in tokenizer.encode(turn)]
+    windows = {part: torch.tensor(own[: len(own) // context * context]).view(-1, context) for part, own in ids.items()}
+    if not any(len(own) for own in windows.values()):
         raise CalibrationInvalid(
-            f"{file.name} has {len(ids):,} tokens, but one text needs {context:,}",
+            f"{file.name} has {sum(map(len, ids.values())):,} tokens, but one text needs {context:,}",
             where=file,
             fix="Use more prompts, or a shorter --context.",
         )
-    groups = torch.tensor(ids[: count * context]).view(count, context).split(ROWS)
-    parts: list[Part] = [part_of(place) for place in range(len(groups))]
+    split = [(part, group) for part, own in windows.items() if len(own) for group in own.split(ROWS)]
+    parts, groups = [part for part, _ in split], [group for _, group in split]
     # Checked before running the target for hours.
     check_amount([(len(tokens), context) for tokens in groups], parts, spec, file.name)
     digests = tuple(prompt.digest for prompt in prompts)

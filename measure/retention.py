@@ -29,11 +29,14 @@ class Retention:
         context: tokens of the longest sequence.
         steps: K.
         before, after: sampled acceptance lengths, including the bonus token.
-        kept: after / before.
+        trained: the original's after the same training as the other head; None if that head was not trained.
+        kept: after / trained, or after / before. Training gains acceptance beyond what the conversion kept, so only a
+            head with the same training shows the loss.
         kept_error: its paired standard error.
-        greedy_before, greedy_after: lengths where a draft counts if it is the target's own most likely token, at every
-            position of the same text.
-        greedy_kept, greedy_kept_error: the same ratio and error for these.
+        gained: after / before.
+        greedy_before, greedy_after, greedy_trained: lengths where a draft counts if it is the target's own most likely
+            token, at every position of the same text.
+        greedy_kept, greedy_kept_error, greedy_gained: the same ratios and error for these.
         kl: mean KL(original || converted) per draft step, nats.
         attention_error: relative error of the attention's output, root mean square.
     """
@@ -48,10 +51,19 @@ class Retention:
     kept_error: float
     kl: tuple[float, ...]
     attention_error: float
+    gained: float
     greedy_before: float = math.nan
     greedy_after: float = math.nan
     greedy_kept: float = math.nan
     greedy_kept_error: float = math.nan
+    greedy_gained: float = math.nan
+    trained: float | None = None
+    greedy_trained: float | None = None
+
+    @property
+    def against(self) -> str:
+        """What the head is compared with, as the end of "of ..."."""
+        return "the original's" if self.trained is None else "the equally trained original's"
 
 
 def check_retention(figures: Retention, least: float, instead: str = "") -> None:
@@ -71,7 +83,9 @@ def check_retention(figures: Retention, least: float, instead: str = "") -> None
     if not figures.kept >= least:
         raise _keeps_too_little(figures, "", figures.kept, figures.kept_error, least, instead)
     if figures.greedy_kept + GREEDY_SIGMAS * figures.greedy_kept_error < least:
-        greedy = replace(figures, before=figures.greedy_before, after=figures.greedy_after)
+        greedy = replace(
+            figures, before=figures.greedy_before, after=figures.greedy_after, trained=figures.greedy_trained
+        )
         raise _keeps_too_little(greedy, "greedy ", figures.greedy_kept, figures.greedy_kept_error, least, instead)
 
 
@@ -80,9 +94,9 @@ def _keeps_too_little(
 ) -> ConversionInaccurate:
     accept = f" To accept the loss, pass --min-retention {kept - 0.005:.2f}." if kept > 0.01 else ""
     return ConversionInaccurate(
-        f"the head retains {kept:.2%} ± {error:.2%} of the original's {kind}acceptance length on "
-        f"{figures.sequences} held-out sequences ({figures.after:.3f} of {figures.before:.3f} at K={figures.steps}), "
-        f"but {least:.2%} is required",
+        f"the head retains {kept:.2%} ± {error:.2%} of {figures.against} {kind}acceptance length on "
+        f"{figures.sequences} held-out sequences ({figures.after:.3f} of {figures.trained or figures.before:.3f} at "
+        f"K={figures.steps}), but {least:.2%} is required",
         fix=f"{instead} Calibrating on more text like your traffic may help.{accept}".lstrip(),
     )
 

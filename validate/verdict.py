@@ -40,7 +40,8 @@ class Claim:
     def of(cls, record: ConversionRecord | None) -> Claim | None:
         """Return a record's value; None if it is missing or not a number."""
         held_out = record.held_out if record else {}
-        kept, error = held_out.get("kept"), held_out.get("kept_error")
+        # The source is compared as it is, so what training gained counts here.
+        kept, error = held_out.get("gained"), held_out.get("kept_error")
         if not isinstance(kept, int | float):
             return None
         return cls(float(kept), float(error) if isinstance(error, int | float) else 0.0)

@@ -36,14 +36,14 @@ from ..execute import execute
 from ..plan import Change, Replaced, SourceTensor, WriteOptions, check_layout, plan
 from ..read import Head, read_weights
 from ..shared import SLOTS, find_shared, refuse_target
-from .heal import ATTENTION, REST, Progress, heal
+from .heal import ATTENTION, REST, Progress, heal, train_alike
 from .rotary import find_ladders, lengthen
 from .swap import Attention, Kind, Shape, attention_of, check_convertible, with_attention
 from .to_mha import convert_to_mha, fit_head_dim
 from .to_mla import convert_to_mla, pad_mla
 
 HEAL_STEPS = 200
-"""Of every head measured, 98 % of the acceptance or more is kept after these (docs/attention.md)."""
+"""What is kept after these, of an original with the same training, is in docs/attention.md."""
 
 
 @dataclass(frozen=True)
@@ -161,8 +161,8 @@ def change_attention(head: Head, fitted: FittedAttention, calibration: Calibrati
     before, after = needs(head.spec), needs(spec)
     old = tuple(SourceTensor(*place) for slot, place in head.places.items() if slot not in after)
     reason = (
-        f"{fitted.method}; retains {fitted.held_out.kept:.2%} of the sampled acceptance length on "
-        f"{fitted.held_out.sequences} held-out sequences"
+        f"{fitted.method}; retains {fitted.held_out.kept:.2%} of {fitted.held_out.against} sampled acceptance length "
+        f"on {fitted.held_out.sequences} held-out sequences"
     )
     replaced: dict[str, Replaced] = {}
     for slot in fitted.slots:
@@ -232,18 +232,22 @@ def fit_attention(
     attention, details = _fit(head, kind, calibration, head_dim, shape or Shape())
     converted = with_attention(head, attention)
     tried: int | None = steps
+    trained = None
     if steps:
         say("healing")
         healed = heal(head, converted, calibration, steps, slots=slots, progress=progress)
         if healed is converted:
             say("healing gained nothing on the texts that choose; keeping the head as fitted")
             steps, tried = 0, None
+        else:
+            say("training the original by the same steps, to compare with it")
+            trained = as_stored(train_alike(head, converted, calibration, steps, slots=slots, progress=progress), dtype)
         converted = healed
     if kind == "mla":
         converted = with_attention(converted, pad_mla(attention_of(converted), shape or Shape()))
     converted = as_stored(converted, dtype)
     say("measuring on held-out text")
-    figures = compare(head, converted, calibration)
+    figures = compare(head, converted, calibration, trained=trained)
     check_retention(
         figures, min_retention, "" if tried is None else f"Heal for more steps (--heal {max(200, 5 * tried)})."
     )

@@ -81,8 +81,8 @@ def test_greedy_is_judged_beside_sampled():
 def test_a_conversion_that_loses_greedy_acceptance_is_refused():
     figures = Retention(
         sequences=40, positions=4000, context=96, steps=3, before=2.8, after=2.73, kept=0.975, kept_error=0.001,
-        kl=(0.1, 0.1, 0.1), attention_error=0.1, greedy_before=2.485, greedy_after=2.273, greedy_kept=0.915,
-        greedy_kept_error=0.01,
+        kl=(0.1, 0.1, 0.1), attention_error=0.1, gained=0.975, greedy_before=2.485, greedy_after=2.273,
+        greedy_kept=0.915, greedy_kept_error=0.01,
     )  # fmt: skip
     with pytest.raises(ConversionInaccurate, match=r"retains 91\.50% ± 1\.00% of the original's greedy") as refused:
         check_retention(figures, 0.97)

@@ -34,7 +34,7 @@ def test_too_few_rows_are_refused_with_what_would_do(make_calibration, gqa_spec)
 
 
 def test_enough_rows_in_too_few_batches_leave_nothing_to_measure_on(make_calibration, gqa_spec):
-    with pytest.raises(CalibrationInvalid, match="at least 10 batches"):
+    with pytest.raises(CalibrationInvalid, match="at least 10 prompts"):
         check_calibration(make_calibration(gqa_spec, batches=4, rows=8), gqa_spec)
 
 
@@ -74,7 +74,7 @@ def test_what_leaves_nothing_to_choose_or_measure_on_is_refused_by_its_sizes(gqa
     shapes = [(8, 64)] * 3
     assert check_amount(shapes, ("fit", "choose", "held-out"), gqa_spec, "text") == 8 * 60 * 3
     for parts in (("fit", "choose", "choose"), ("fit", "held-out", "held-out")):
-        with pytest.raises(CalibrationInvalid, match="too few to hold one out"):
+        with pytest.raises(CalibrationInvalid, match="none of which is held out"):
             check_amount(shapes, parts, gqa_spec, "text")
 
 
