@@ -1,13 +1,15 @@
-"""How kconv was installed: versions of its libraries, and the command that adds an extra. Imports none of them."""
+"""How kconv was installed: versions of its libraries, the command that adds an extra, what other packages add."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, version
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
+from .errors import PluginInvalid
 from .escape import command
 
 # Libraries that a result depends on, with the extra that installs each; empty for core dependencies.
@@ -63,3 +65,28 @@ def _origin(found: Distribution) -> tuple[str, bool]:
     if vcs:
         url = f"{vcs['vcs']}+{url}@{vcs['commit_id']}"
     return url, bool(editable)
+
+
+def load_plugins(group: str, what: str) -> Iterator[tuple[object, str]]:
+    """Yield what the entry points of a group name, in the order of their names, and where each stands.
+
+    Args:
+        group: the group.
+        what: a phrase for what they name, e.g. "a drafter".
+
+    Raises:
+        PluginInvalid: one of them cannot be loaded.
+    """
+    from importlib.metadata import entry_points
+
+    for entry in sorted(entry_points(group=group), key=lambda entry: entry.name):
+        where = f"the entry point {entry.name} = {entry.value} of {entry.dist.name if entry.dist else 'a package'}"
+        try:
+            loaded = entry.load()
+        except Exception as fault:  # another package may raise anything
+            raise PluginInvalid(
+                f"{what} from another package cannot be loaded: {type(fault).__name__}: {fault}",
+                where=where,
+                fix="Update that package, or remove it.",
+            ) from fault
+        yield loaded, where

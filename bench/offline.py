@@ -16,7 +16,7 @@ import torch
 from ..checkpoint.folder import open_checkpoint
 from ..convert.read import Head
 from ..errors import PromptsInvalid
-from ..measure.drafting import Drafter, head_drafter, measure
+from ..measure.drafting import Proposer, head_drafter, measure
 from ..measure.figures import TextKind
 from ..measure.held_out import refuse_overlap
 from ..measure.texts import Batch, Text
@@ -165,7 +165,7 @@ def _dialogue(
     prompt: Prompt,
     model,
     tokenizer: Tokenizer,
-    drafters: Mapping[int, Drafter],
+    drafters: Mapping[int, Proposer],
     head: Head,
     limit: int,
     kind: TextKind,

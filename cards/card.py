@@ -17,7 +17,7 @@ from ..checkpoint.schema import read_text
 from ..checkpoint.source import Source
 from ..checkpoint.staging import PARTIAL, refuse_existing, writing
 from ..engines.base import needs_code
-from ..engines.registry import writable
+from ..engines.registry import titles_of, writable
 from ..errors import LayoutCannot, NotACheckpoint, OutputExists, ReportInvalid
 from ..escape import command
 from ..validate.report import Report, read_report
@@ -91,7 +91,7 @@ def gather(
                 f"{command(('kconv', 'card', str(folder), '--init', 'FILE'))} writes such a file."
             )
             raise NotACheckpoint(fault.what, where=fault.where, fix=fix) from fault
-        if manifest.layout not in writable() and not is_target(manifest):
+        if not titles_of(manifest.layout) and not is_target(manifest):
             raise LayoutCannot(
                 f"the head is in {manifest.layout}'s layout, which no engine reads",
                 where=folder,
@@ -197,6 +197,7 @@ def make_card(
     values = {
         "front_matter": front_matter(evidence, link=link, model_index=model_index),
         "name": evidence.name,
+        "lead": evidence.drafter.lead,
         "said": said,
         "listed": said.listed,
         "licenses": evidence.licenses,

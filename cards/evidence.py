@@ -11,6 +11,9 @@ from ..bench.acceptance import AcceptanceFile
 from ..bench.tables import NOT_STATED
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.manifest import Manifest
+from ..drafters.base import Drafter
+from ..drafters.eagle3 import EAGLE3
+from ..engines.registry import layouts
 from ..escape import markdown
 from ..validate.report import Report
 from .facts import SUBCARDS, Facts, question
@@ -44,6 +47,12 @@ class Evidence:
     own_code: bool = False
     texts: tuple[LicenseText, ...] = ()
     source_license: str = ""
+
+    @property
+    def drafter(self) -> Drafter:
+        """The family of the drafter; Eagle3 if its layout is unknown."""
+        named = self.manifest.layout if self.manifest else ""
+        return next((layout.drafter for layout in layouts() if layout.name == named), EAGLE3)
 
     @property
     def name(self) -> str:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from huggingface_hub import EvalResult
 
 CARD = "README.md"
-TAGS = ("eagle3", "speculative-decoding", "draft-model")
+TAGS = ("speculative-decoding", "draft-model")
 INDEX = "model-index"
 ORDER = (
     "language", "license", "license_name", "license_link", "library_name", "pipeline_tag", "base_model",
@@ -125,6 +125,7 @@ def front_matter(evidence: Evidence, *, link: str, model_index: bool) -> str:
     facts = evidence.facts
     bases = [name for name in dict.fromkeys((facts.base_model, source_head(evidence))) if name]
     quantized = is_target(evidence.manifest)
+    tags = TARGET_TAGS if quantized else (evidence.drafter.name, *TAGS)
     data = ModelCardData(
         language=list(facts.languages) or None,
         # The Hub offers to load a model with the stated library, and no library on its list loads a head.
@@ -135,7 +136,7 @@ def front_matter(evidence: Evidence, *, link: str, model_index: bool) -> str:
         # A draft head or a conversion is none of adapter, merge, quantized and finetune; a quantized one is quantized.
         base_model_relation="quantized" if bases and (quantized or _is_quantized(evidence)) else None,
         datasets=[dataset.id for dataset in facts.training.datasets if dataset.id] or None,
-        tags=list(dict.fromkeys([*(TARGET_TAGS if quantized else TAGS), *_engines(evidence), *facts.tags])),
+        tags=list(dict.fromkeys([*tags, *_engines(evidence), *facts.tags])),
         **_license(evidence, link),
     )
     if model_index and (figures := results(evidence)):

@@ -35,7 +35,11 @@ class Start:
 def starts(evidence: Evidence) -> tuple[Start, ...]:
     """Return how to start each engine that a head is for."""
     named = engines_of(evidence.manifest.layout) if evidence.manifest else map(engine, evidence.facts.serve)
-    return tuple(_start(one.name, one.title, one.launch, evidence) for one in named if one.launch)
+    return tuple(
+        _start(one.name, one.title, one.launch, evidence)
+        for one in named
+        if one.launch and evidence.drafter.name in one.launch.drafters
+    )
 
 
 def _start(name: str, title: str, launch: Launch, evidence: Evidence) -> Start:

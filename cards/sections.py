@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from ..bench.acceptance import AcceptanceRow
 from ..bench.tables import NOT_STATED, table_of
 from ..checkpoint.manifest import DRAFTS, MANIFEST, ConversionRecord, Manifest
-from ..convert.facts import phrase
+from ..drafters.facts import phrase
 from ..engines.registry import describe, engines_of
 from ..escape import block, code
 from ..measure.figures import AcceptanceFigures

@@ -186,7 +186,7 @@ class Manifest(StrictModel):
         source_pickles: the source's files that were pickles.
         source_layout, layout: the layouts of the source and of the output.
         hints: options that described the source.
-        spec: the head, as `HeadSpec` names it.
+        spec: the drafter, as its family's spec names it.
         captured_by: how the captured layers were decided.
         unverified: facts that only the user or a default states.
         parameters: number of weight elements in the output.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,9 +122,8 @@ def _show_head(_: Operation, found: Inspected) -> None:
 
 def _head_facts(found: Inspected) -> dict[str, str]:
     """Return the lines that describe a checkpoint, with markup; undecided facts are marked in their line."""
-    from ..convert.facts import FACTS
-
     reading, spec, config = found.reading, found.reading.spec, found.reading.config
+    known = reading.layout.drafter.facts if reading.layout else {}
     opened = {one.fact: one for one in reading.undecided}
     facts = {"source": reading.checkpoint.source, "what": found.kind}
     if reading.kind is not None:
@@ -134,13 +132,12 @@ def _head_facts(found: Inspected) -> dict[str, str]:
         facts["layout"] = f"{reading.layout.name} ({reading.layout.engine})"
     if spec is not None and reading.layout is not None:
         facts |= {
-            "attention": f"{spec.kind.upper()} {_dims(spec.attention)}",
-            "hidden": f"{spec.hidden} (target {spec.target_hidden}), MLP {spec.intermediate}, {spec.layers} layer(s)",
+            "attention": f"{spec.kind.upper()} {_dims(spec.attention)}" if reading.layout.drafter.attention else "none",
+            "hidden": f"{spec.hidden} (target {spec.target_hidden}){_mlp(spec)}, {spec.layers} layer(s)",
             "vocabulary": f"{spec.draft_vocab} of {spec.vocab}",
             "rope": f"theta {spec.rope.theta!r}, {_dims(spec.rope.scaling) if spec.rope.scaling else 'no scaling'}",
             "captured": f"outputs of layers {list(spec.captured)}: {reading.captured.how}" if reading.captured else "",
-            "norms": ", ".join(name for name, on in asdict(spec.norms).items() if on) or "plain",
-        }
+        } | reading.layout.drafter.lines(spec)
     else:
         stated = {key: config.get(key) for key in STATED if config.get(key) is not None}
         facts["config"] = ", ".join(f"{key} {value}" for key, value in stated.items()) or "states no dims"
@@ -153,14 +150,18 @@ def _head_facts(found: Inspected) -> dict[str, str]:
             f"{', '.join(found.targets)}, named in its files; --target {found.targets[0]} reads its config"
         )
     shown = {name: escape(fact) for name, fact in facts.items()}
-    for name, fact in FACTS.items():
+    for name, fact in known.items():
         if (one := opened.get(name)) is not None:
             candidates = "".join(f"\n- {escape(candidate)}" for candidate in one.phrases)
             shown[fact.line] = f"[bold yellow]UNDECIDED[/]: {escape(one.what)}{candidates}\n{escape(one.decide)}"
     for one in reading.read.unverified if reading.read else ():
         against = f"; {escape(one.against)}" if one.against else ""
-        shown[FACTS[one.fact].line] += f" [yellow](by {escape(one.word)}, not verified{against})[/]"
+        shown[known[one.fact].line] += f" [yellow](by {escape(one.word)}, not verified{against})[/]"
     return shown
+
+
+def _mlp(spec: Any) -> str:
+    return f", MLP {spec.intermediate}" if hasattr(spec, "intermediate") else ""
 
 
 # What `kconv inspect` shows of a config that it cannot read.
@@ -210,7 +211,7 @@ def _show_converted(_: Operation, result: Converted) -> None:
 
 def _show_unverified(manifest: Any) -> None:
     """Print facts about a head that rest on the user's word or on a default, loudly if its files contradict them."""
-    from ..convert.facts import phrase
+    from ..drafters.facts import phrase
 
     console = wide_console()
     for one in manifest.unverified:
@@ -362,7 +363,7 @@ def _verdict(one: Verdict) -> str:
 
 def _readings_table(rows: Any) -> Table:
     """Return the acceptance length of each reading of a head, and its distance from the best."""
-    from ..convert.facts import phrase
+    from ..drafters.facts import phrase
 
     first = rows[0]
     title = (

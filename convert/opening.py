@@ -6,7 +6,7 @@ from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.manifest import Hints, mismatch
 from ..checkpoint.source import Source
-from ..drafters.spec import HeadSpec
+from ..drafters.base import Spec
 from ..engines import by_name
 from ..engines.layout import Layout
 from ..errors import KconvError, Problem, TargetInvalid
@@ -81,12 +81,12 @@ def _read(checkpoint: Checkpoint, layout: Layout | None, hints: Hints, target: T
         raise
 
 
-def _check_fit(spec: HeadSpec, target: TargetConfig, name: str) -> None:
+def _check_fit(spec: Spec, target: TargetConfig, name: str) -> None:
     if (problem := find_misfit(spec, target, name)) is not None:
         raise problem.error()
 
 
-def find_misfit(spec: HeadSpec, target: TargetConfig, name: str) -> Problem | None:
+def find_misfit(spec: Spec, target: TargetConfig, name: str) -> Problem | None:
     """Return what shows that a target is not this head's; None if nothing does."""
     if (spec.target_hidden, spec.vocab) == (target.hidden, target.vocab):
         return None

@@ -15,9 +15,9 @@ from ..checkpoint.folder import read_json
 from ..checkpoint.formats import CONFIG_KEY, HEAD_SCALES
 from ..checkpoint.header import TensorInfo, byte_size
 from ..checkpoint.manifest import Action, ConversionRecord
+from ..drafters.base import Spec
 from ..drafters.contract import FLOATS, Expected
 from ..drafters.slots import needs
-from ..drafters.spec import HeadSpec
 from ..engines.layout import Layout, Stored, stored
 from ..engines.moves import Same
 from ..engines.registry import writable
@@ -122,7 +122,7 @@ class Change:
         conversion: what was approximated, and how much acceptance it retained.
     """
 
-    spec: HeadSpec
+    spec: Any
     replaced: Mapping[str, Replaced] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     dropped: Mapping[str, str] = field(default_factory=dict)
@@ -146,7 +146,7 @@ class Plan:
 
     source: Head
     layout: Layout
-    spec: HeadSpec
+    spec: Any
     config: Mapping[str, Any]
     steps: tuple[Step, ...]
     dropped: Mapping[str, str]
@@ -205,7 +205,7 @@ def plan(head: Head, layout: Layout, options: WriteOptions | None = None, change
         written = layout.write_beside(spec, target)
     else:
         written = write_config(spec)
-    config = {**carry(written, head.read.carried), **change.config}
+    config = {**carry(written, head.read.carried, head.drafter.nested), **change.config}
     return Plan(head, layout, spec, config, tuple(steps), dropped, options.target, change.conversion)
 
 
@@ -238,7 +238,7 @@ def plan_in_place(head: Head, change: Change) -> Plan:
     return Plan(source, head.layout, change.spec, config, tuple(steps), dropped, None, change.conversion)
 
 
-def check_layout(spec: HeadSpec, layout: Layout, slots: Iterable[str]) -> Callable[[HeadSpec], dict[str, Any]]:
+def check_layout(spec: Spec, layout: Layout, slots: Iterable[str]) -> Callable[[Spec], dict[str, Any]]:
     """Return the function that writes a layout's config, or refuse what it does not support, before hours of work.
 
     Args:
@@ -259,7 +259,7 @@ def check_layout(spec: HeadSpec, layout: Layout, slots: Iterable[str]) -> Callab
     return layout.write_config
 
 
-def _rows_to_write(head: Head, layout: Layout, spec: HeadSpec) -> dict[str, Stored]:
+def _rows_to_write(head: Head, layout: Layout, spec: Spec) -> dict[str, Stored]:
     """Return the layout's rows, with quantized linear layers as the source stores them."""
     rows = stored(layout, spec)
     held: dict[str, TensorInfo] = {}
@@ -329,7 +329,7 @@ def _cast(step: Step, head: Head, dtype: str) -> Step:
     return replace(step, action="cast", computed=rounded(step.name, info.dtype, dtype, step.shape, read))
 
 
-def _added(name: str, row: Stored, reasons: Mapping[str, str], spec: HeadSpec, target: SharedTensors | None) -> Step:
+def _added(name: str, row: Stored, reasons: Mapping[str, str], spec: Spec, target: SharedTensors | None) -> Step:
     (slot,) = row.slots
     if target is None:
         raise LayoutCannot(

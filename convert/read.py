@@ -12,9 +12,11 @@ from ..checkpoint.folder import Checkpoint
 from ..checkpoint.formats import CONFIG_KEY, HEAD_SCALES, SIDE_FILE
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.manifest import Hints
+from ..drafters.base import Drafter, Kind, Spec
+from ..drafters.captured import Captured
 from ..drafters.contract import FLOATS, Problems, check_d2t, compare, problem_of, summarize
+from ..drafters.facts import Undecided, find_undecided
 from ..drafters.slots import INTEGER, needs
-from ..drafters.spec import HeadSpec
 from ..engines import detect
 from ..engines.layout import Layout, Stored, ignorable, readable, unclaimed
 from ..errors import (
@@ -28,10 +30,8 @@ from ..errors import (
     TensorUnknown,
     UnknownLayout,
 )
-from .captured import Captured
 from .config import ReadConfig, find_config
-from .facts import Undecided, find_undecided
-from .identify import Kind, identify, not_a_head
+from .identify import identify, not_a_head
 from .quantized import add_scales, find_scales, has_scales
 
 if TYPE_CHECKING:
@@ -63,9 +63,14 @@ class Head:
     hints: Hints = field(default_factory=Hints)
 
     @property
-    def spec(self) -> HeadSpec:
-        """The spec of the head."""
+    def spec(self) -> Any:
+        """The spec of the head, a dataclass of its family."""
         return self.read.spec
+
+    @property
+    def drafter(self) -> Drafter:
+        """Its family."""
+        return self.layout.drafter
 
     @property
     def is_quantized(self) -> bool:
@@ -88,14 +93,14 @@ class HeadReading:
         hints: the user's options where the config is silent or ambiguous.
         problems: in the order in which they were found; `refuse` raises the first error.
         layout: the head's layout; None if unknown.
-        config: config.json in the keys of `engines.keys`; unchanged if the layout is unknown.
+        config: config.json in the keys of `drafters.keys`; unchanged if the layout is unknown.
         read: the contents of the config; None if a problem makes a spec impossible.
         captured: the captured layers; None if unknown. `read` and `head` then have as many as fc has room for, which
             determines their tensors.
         head: the head, with the tensors that were assigned; None without a spec. With errors it may lack tensors.
         rows: the layout's tensors for this head, by name.
         misfits: the problems about tensors that are missing, unknown or have another shape or dtype.
-        kind: what the checkpoint is by its marks, if it is not a plain Eagle3 head.
+        kind: what the checkpoint is by its marks, if it is not simply a drafter of a known family.
     """
 
     checkpoint: Checkpoint
@@ -113,11 +118,12 @@ class HeadReading:
     @property
     def undecided(self) -> tuple[Undecided, ...]:
         """The facts that the head's files leave open."""
-        return find_undecided(self.problems, self.config, self.hints, self.checkpoint.tensors)
+        facts = self.layout.drafter.facts if self.layout else {}
+        return find_undecided(facts, self.problems, self.config, self.hints, self.checkpoint.tensors)
 
     @property
-    def spec(self) -> HeadSpec | None:
-        """The head's spec, as far as known."""
+    def spec(self) -> Any:
+        """The head's spec, as far as known, a dataclass of its family; None if unknown."""
         return self.read.spec if self.read else None
 
     @property
@@ -168,7 +174,9 @@ def read(
     dtype = FLOATS[0]
     with problems.catching():
         dtype = weight_dtype(checkpoint)
-    found = find_config(checkpoint.config, tensors, problems, dtype=dtype, hints=hints, table=layout.config)
+    found = find_config(
+        checkpoint.config, tensors, problems, drafter=layout.drafter, dtype=dtype, hints=hints, table=layout.config
+    )
     if found.read is None:
         return HeadReading(checkpoint, hints, tuple(problems), layout, found.keys, captured=found.captured, kind=kind)
     spec = found.read.spec
@@ -180,6 +188,7 @@ def read(
         ignored=ignored,
         unclaimed=unclaimed(layout, spec),
         slots={name: row.slots[0] for name, row in rows.items()},
+        norm_fix=layout.drafter.norm_fix,
     )
     if any(problem.kind is TensorShape for problem in misfits):
         # With a wrong size in the config, tensors that it demands and the head never had are a consequence.
@@ -234,7 +243,7 @@ def claim_tensors(checkpoint: Checkpoint, *, layout: Layout | None = None, hints
     return read(checkpoint, layout=layout, hints=hints, values=False).sound_head()
 
 
-def rows_of(layout: Layout, spec: HeadSpec, tensors: Mapping[str, TensorInfo]) -> dict[str, Stored]:
+def rows_of(layout: Layout, spec: Spec, tensors: Mapping[str, TensorInfo]) -> dict[str, Stored]:
     """Return each tensor that a head of this spec has or may have, by the stored names and formats.
 
     Raises:
@@ -243,7 +252,7 @@ def rows_of(layout: Layout, spec: HeadSpec, tensors: Mapping[str, TensorInfo]) -
     return add_scales(readable(layout, spec, tensors), tensors)
 
 
-def _idle_maps(spec: HeadSpec, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
+def _idle_maps(spec: Spec, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
     """Return the maps that trainers save for a full vocabulary; vLLM refuses such a head."""
     dtypes = {"d2t": INTEGER, "t2d": ("BOOL",)}
     return {

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from ..checkpoint.bytes import stream
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.source import Folder, Source
+from ..drafters.base import Spec
 from ..drafters.contract import FLOATS
 from ..drafters.slots import needs
-from ..drafters.spec import HeadSpec
 from ..engines.layout import Layout
 from ..errors import CorruptIndex, KconvError, LayoutCannot, TargetInvalid
 from ..targets.config import TargetConfig, read_target_config
@@ -82,7 +82,7 @@ class SharedTensors:
             )
         return info
 
-    def matching(self, slot: str, spec: HeadSpec) -> TensorInfo:
+    def matching(self, slot: str, spec: Spec) -> TensorInfo:
         """Return the target's tensor for a head's slot.
 
         Raises:
@@ -99,7 +99,7 @@ class SharedTensors:
             )
         return info
 
-    def has_another(self, slot: str, own: TensorInfo, spec: HeadSpec) -> bool:
+    def has_another(self, slot: str, own: TensorInfo, spec: Spec) -> bool:
         """Return whether the target's tensor would fit a head's slot but differs from the head's own.
 
         They are compared row by row, in the head's dtype. If the bytes are still on the Hub, the answer is no.

@@ -16,8 +16,10 @@ from ..checkpoint.folder import Checkpoint
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.manifest import Hints
 from ..checkpoint.tensors import read_tensor, row_blocks
+from ..drafters.captured import without_lists
 from ..drafters.contract import FLOATS, check_d2t, compare
 from ..drafters.filler import LEAN, Filler, make_filler, measure_margin, random_states
+from ..drafters.keys import LEAST_POSITIONS
 from ..drafters.slots import INTEGER
 from ..drafters.spec import HeadSpec
 from ..drafters.vocab import (
@@ -40,9 +42,8 @@ from ..drafters.vocab import (
 from ..engines import detect
 from ..engines.layout import Layout, stored, unclaimed
 from ..errors import ConfigUnsupported, LayoutCannot, Problem, TargetInvalid, TensorMissing, TensorValue
-from .captured import without_lists
 from .computed import Computed, chosen_rows, from_values, spread_rows
-from .config import LEAST_POSITIONS, read_config
+from .config import read_config
 from .plan import Change, Plan, Replaced, SourceTensor, plan_in_place
 from .read import Head, claim_tensors, read_head, read_slot, rows_of, weight_dtype
 from .shared import Copies, count_copies
@@ -173,7 +174,8 @@ def _read_spec(checkpoint: Checkpoint, layout: Layout) -> HeadSpec:
     hints = Hints(captured=captured, max_positions=LEAST_POSITIONS, norm_before_residual=undecided)
     dtype = weight_dtype(checkpoint)
     config = without_lists(checkpoint.config)
-    return read_config(config, checkpoint.tensors, dtype=dtype, hints=hints, table=layout.config).spec
+    about = {"drafter": layout.drafter, "dtype": dtype, "hints": hints, "table": layout.config}
+    return read_config(config, checkpoint.tensors, **about).spec
 
 
 def _compare(checkpoint: Checkpoint, layout: Layout, spec: HeadSpec) -> list[Problem]:

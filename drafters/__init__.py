@@ -1,1 +1,1 @@
-"""What an Eagle3 head is: spec, slots, contract, RoPE, the reference forward, the drafting chain."""
+"""What a drafter is: what all families share, and one file for each family, with its object. See `base`."""

@@ -20,13 +20,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..errors import PromptsInvalid
 from .attention import ChainContext
-from .forward import DraftHead
+
+if TYPE_CHECKING:
+    from .base import RunningDrafter
+    from .forward import DraftHead
 
 GREEDY = "greedy; mean over the verify steps of simulated speculative decoding; bonus token included"
 SAMPLED = "sampled; expectation over all positions of the text, teacher-forced; bonus token included"
@@ -131,9 +135,9 @@ def draft_logits(head: DraftHead, tokens: Tensor, captured: Tensor, steps: int) 
     return torch.stack([step.logits for step in unroll(head, tokens, captured, steps)])
 
 
-def draft_tokens(head: DraftHead, tokens: Tensor, captured: Tensor, steps: int) -> Tensor:
+def draft_tokens(head: RunningDrafter, tokens: Tensor, captured: Tensor, steps: int) -> Tensor:
     """Return the most likely token of each step of each chain as target ids, `[K, B, T']`."""
-    return torch.stack([head.target_ids[step.logits.argmax(-1)] for step in unroll(head, tokens, captured, steps)])
+    return head.target_ids[head.draft(tokens, captured, steps).argmax(-1)]
 
 
 def greedy_acceptance(drafted: Tensor, tokens: Tensor, prompt_length: int) -> Acceptance:

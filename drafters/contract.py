@@ -23,10 +23,11 @@ from ..errors import (
     TensorValue,
     UnknownLayout,
 )
-from .spec import HeadSpec
 
 if TYPE_CHECKING:
     import torch
+
+    from .base import Spec
 
 FLOATS = ("BF16", "F16", "F32")
 # How many tensors a message names besides the first.
@@ -82,6 +83,11 @@ class Problems(list[Problem]):
         except KconvError as error:
             self.append(problem_of(error))
 
+    def add(self, kind: type[KconvError], what: str, where: str, fix: str, code: str = "", needs: str = "") -> None:
+        """Add an error, under its code or that of the rule that covers its class."""
+        error = kind(what, where=where, fix=fix, code=code, needs=needs)
+        self.append(error.problem(code) if code else problem_of(error))
+
     def refuse(self) -> None:
         """Raise the first error, if there is one."""
         for problem in self:
@@ -114,10 +120,6 @@ class Expected:
     formula: str = ""
 
 
-NORM_FIX = (
-    "Add what is missing to the config, as the head was trained: a trained norm cannot be left out. Norms of"
-    ' queries and keys belong to model_type "qwen3" and architectures ["Eagle3Qwen3ForCausalLM"].'
-)
 OTHER_FIX = "Correct the config if the head needs it; leave the tensor out only if its trainer never used it."
 
 
@@ -128,6 +130,7 @@ def compare(
     ignored: Mapping[str, str],
     unclaimed: Mapping[str, str],
     slots: Mapping[str, str] | None = None,
+    norm_fix: str = "",
 ) -> list[Problem]:
     """Compare the tensors that a spec demands with a checkpoint's headers.
 
@@ -137,6 +140,7 @@ def compare(
         ignored: names that are allowed and have no meaning.
         unclaimed: names that the layout knows for other specs, with the reason why they do not apply here.
         slots: the first slot of each tensor, by tensor name; it decides which rule covers the tensor.
+        norm_fix: what to do about an unknown norm; "" for what is said of any other tensor.
 
     Returns:
         Every problem, missing tensors first.
@@ -152,7 +156,7 @@ def compare(
                 name,
                 f"{name} {held[name].dtype} {list(held[name].shape)} has no place in this head: {why}",
                 name,
-                NORM_FIX if "norm" in name else OTHER_FIX,
+                (norm_fix if "norm" in name else "") or OTHER_FIX,
             )
         )
     for name in sorted(expected.keys() & held.keys()):
@@ -210,7 +214,7 @@ def _compare_one(want: Expected, have: TensorInfo, slot: str) -> Iterator[Proble
         )
 
 
-def check_d2t(spec: HeadSpec, d2t: torch.Tensor, name: str = "d2t", t2d: torch.Tensor | None = None) -> list[Problem]:
+def check_d2t(spec: Spec, d2t: torch.Tensor, name: str = "d2t", t2d: torch.Tensor | None = None) -> list[Problem]:
     """Check a map from draft to target ids: `d2t[i]` is the *offset* of target id `i + d2t[i]`.
 
     Args:

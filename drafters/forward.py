@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..errors import TensorMissing, TensorShape, TensorUnknown
 from .attention import Context, project_gqa, project_mla, rms_norm
+from .chain import draft_logits
 from .contract import check_d2t
 from .rope import cos_sin
 from .slots import needs
@@ -141,6 +142,10 @@ class DraftHead:
             residual = residual + self.mlp(layer, self._norm(residual, f"{layer}.post_attention_layernorm"))
         normed = self._norm(residual, "norm")
         return (normed if self.spec.norms.output else residual), F.linear(normed, self.weights["lm_head"])
+
+    def draft(self, tokens: Tensor, captured: Tensor, steps: int) -> Tensor:
+        """See `base.RunningDrafter.draft`."""
+        return draft_logits(self, tokens, captured, steps)
 
     def _norm(self, x: Tensor, slot: str) -> Tensor:
         return rms_norm(x, self.weights[slot], self.spec.eps)

@@ -1,9 +1,13 @@
-"""What an Eagle3 draft head *is*, independent of any file layout."""
+"""What an Eagle3 draft head *is*, independent of any file layout, and the parts that other drafters share with it."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .base import Drafter
 
 
 @dataclass(frozen=True)
@@ -179,3 +183,10 @@ class HeadSpec:
         if isinstance(self.attention, Mla):
             return "mla"
         return "mha" if self.attention.kv_heads == self.attention.heads else "gqa"
+
+    @property
+    def drafter(self) -> Drafter:
+        """Its family."""
+        from .eagle3 import EAGLE3
+
+        return EAGLE3

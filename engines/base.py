@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..drafters.spec import Gqa, HeadSpec, Mla
+from ..drafters.base import Spec
+from ..drafters.eagle3 import EAGLE3
+from ..drafters.spec import Gqa, Mla
 from ..escape import Word
 from .counters import Counters, PerRequest
 from .layout import Layout
@@ -32,7 +34,7 @@ Config = Mapping[str, Any]
 UNSTATED_POSITIONS = {Gqa: 2048, Mla: 4096}
 
 
-def unlimited(_: HeadSpec) -> float:
+def unlimited(_: Spec) -> float:
     """Return no limit."""
     return float("inf")
 
@@ -56,8 +58,8 @@ class Runner:
     name: str
     aux_layers: Callable[[Config, str | None], tuple[int, ...] | None] | None = None
     aux_count: Callable[[Config, bool], Any] | None = None
-    drafts_to: Callable[[HeadSpec], float] = unlimited
-    serves_to: Callable[[HeadSpec], float] = unlimited
+    drafts_to: Callable[[Any], float] = unlimited
+    serves_to: Callable[[Any], float] = unlimited
 
 
 @dataclass(frozen=True)
@@ -132,13 +134,15 @@ class Launch:
         text: its content. Lines that begin with # are notes.
         is_config: whether the command names the file, which is then not a script.
         unwritten: what a card says if the file is not there; "" for nothing.
+        drafters: the families that it serves in this way.
     """
 
     words: Callable[[Deployment], list[Word]]
     file: str
-    text: Callable[[HeadSpec, Deployment], str]
+    text: Callable[[Any, Deployment], str]
     is_config: bool = False
     unwritten: str = ""
+    drafters: tuple[str, ...] = (EAGLE3.name,)
 
 
 @dataclass(frozen=True)
@@ -211,7 +215,7 @@ class Starter:
     methods: Mapping[str, str] = field(default_factory=dict)
 
 
-def rows_as_stated(spec: HeadSpec) -> float:
+def rows_as_stated(spec: Spec) -> float:
     """Return the rows of a RoPE table that is as long as max_position_embeddings."""
     return spec.max_positions
 
@@ -223,7 +227,7 @@ class Engine:
     Attributes:
         name: what a user calls it: in `--engine`, `--for`, facts files and acceptance.json.
         title: its name on a card.
-        layout: the layout that it reads. Several engines may read the same one.
+        layouts: the layouts that it reads, one for each drafter family. Several engines may read the same one.
         release: the releases whose code was read for this, and for which its rules hold.
         runners: the parts that read a config; by default one with the engine's name that reads no list of layers.
         captures: its target classes that capture layers; a target of another model type is not known to work with a
@@ -241,14 +245,14 @@ class Engine:
         rope_objects: which of rope_scaling and rope_parameters it may read alone.
         rope_rows: returns the number of rows of its RoPE table for a head; later positions are read past the table's
             end.
-        flags: where it reads a flag, by the flag's field in `keys.COMMON`; only for flags that it does not read
+        flags: where it reads a flag, by the flag's field in `Drafter.keys`; only for flags that it does not read
             everywhere.
         null_keys: keys for which it treats null differently from absent.
     """
 
     name: str
     title: str
-    layout: Layout
+    layouts: tuple[Layout, ...]
     release: str = ""
     runners: tuple[Runner, ...] = ()
     captures: tuple[Capture, ...] = ()
@@ -262,7 +266,7 @@ class Engine:
     latent_by_default: tuple[str, ...] = ()
     head_counts: tuple[str, ...] = ("num_attention_heads",)
     rope_objects: tuple[str, ...] = ("rope_scaling",)
-    rope_rows: Callable[[HeadSpec], float] = rows_as_stated
+    rope_rows: Callable[[Any], float] = rows_as_stated
     flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     null_keys: tuple[NullKey, ...] = ()
 

@@ -5,27 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..checkpoint.header import TORCH_NAMES
-from ..drafters.spec import HeadSpec, Linear, Llama3, Mla, Rope, Yarn
-from .keys import COMMON, GQA, MLA
-
-# Where rope_scaling and rope_parameters hold each scaling's parameters.
-YARN = {
-    "factor": "factor",
-    "original_max_position_embeddings": "original_max_positions",
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-    "mscale": "mscale",
-    "mscale_all_dim": "mscale_all_dim",
-    "attention_factor": "attention_factor",
-}
-LLAMA3 = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_position_embeddings": "original_max_positions",
-}
-LINEAR = {"factor": "factor"}
-SCALINGS = {"yarn": (Yarn, YARN), "llama3": (Llama3, LLAMA3), "linear": (Linear, LINEAR)}
+from ..drafters.base import Spec
+from ..drafters.rope_keys import SCALINGS
+from ..drafters.spec import HeadSpec, Mla, Rope
 
 
 def identity(spec: HeadSpec) -> dict[str, Any]:
@@ -44,11 +26,10 @@ def identity(spec: HeadSpec) -> dict[str, Any]:
     return {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
 
 
-def write_keys(spec: HeadSpec) -> dict[str, Any]:
+def write_keys(spec: Spec) -> dict[str, Any]:
     """Return the config keys that every engine reads; layouts add identity and captured layers."""
     config: dict[str, Any] = {}
-    table = MLA if isinstance(spec.attention, Mla) else GQA
-    for key in (*COMMON, *table):
+    for key in spec.drafter.keys_of(spec):
         value = _get(spec, key.field)
         if key.kind == "token" and value is None:
             continue
@@ -83,7 +64,7 @@ def _put(config: dict[str, Any], path: str, value: Any) -> None:
     config[last] = value
 
 
-def _get(spec: HeadSpec, path: str) -> Any:
+def _get(spec: Spec, path: str) -> Any:
     value: Any = spec
     for part in path.split("."):
         value = getattr(value, part)

@@ -7,13 +7,11 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
+from ..drafters.base import Drafter, Spec
 from ..drafters.contract import Expected, dtypes_of
-from ..drafters.slots import SLOTS, layers_of, needs
-from ..drafters.spec import HeadSpec
-from .keys import ConfigTable
+from ..drafters.keys import ConfigTable
+from ..drafters.slots import layers_of, needs
 from .moves import Move, Same
-
-_SLOT_LAYERS = {slot.name: slot.layers for slot in SLOTS}
 
 
 @dataclass(frozen=True)
@@ -68,14 +66,14 @@ class Limit:
 
     id: str
     name: str
-    hits: Callable[[HeadSpec], bool]
+    hits: Callable[[Any], bool]
     what: str
     fix: str
     source: str = ""
     holds: str = ""
     lacks: str = ""
 
-    def applies(self, spec: HeadSpec, slots: Iterable[str]) -> bool:
+    def applies(self, spec: Spec, slots: Iterable[str]) -> bool:
         """Return whether a head of this spec with these slots is affected."""
         if not self.hits(spec) or (self.lacks and self.lacks in (slots := tuple(slots))):
             return False
@@ -118,7 +116,7 @@ class TargetLimit:
         rule: the rule that reports it for a head's own files; "" if none does.
     """
 
-    hits: Callable[[HeadSpec, TargetFacts | None], bool]
+    hits: Callable[[Any, TargetFacts | None], bool]
     what: str
     fix: str
     source: str
@@ -134,6 +132,7 @@ class Layout:
 
     Attributes:
         name: what the user calls it.
+        drafter: the family of the drafters that it stores.
         engine: what reads or writes it, as one phrase.
         rows: the table of tensors.
         told_by: whether a config and tensor names show that this is the layout.
@@ -149,11 +148,12 @@ class Layout:
     """
 
     name: str
+    drafter: Drafter
     engine: str
     rows: tuple[Row, ...]
     told_by: Callable[[Mapping[str, Any], Iterable[str]], bool]
-    write_config: Callable[[HeadSpec], dict[str, Any]] | None = None
-    write_beside: Callable[[HeadSpec, TargetFacts], dict[str, Any]] | None = None
+    write_config: Callable[[Any], dict[str, Any]] | None = None
+    write_beside: Callable[[Any, TargetFacts], dict[str, Any]] | None = None
     limits: tuple[Limit, ...] = ()
     target_limits: tuple[TargetLimit, ...] = ()
     needs: Mapping[str, str] = field(default_factory=dict)
@@ -163,7 +163,7 @@ class Layout:
     written_for: tuple[str, ...] = ()
 
 
-def stored(layout: Layout, spec: HeadSpec) -> dict[str, Stored]:
+def stored(layout: Layout, spec: Spec) -> dict[str, Stored]:
     """Return each tensor that a head of this spec has, or may have, as a layout writes it, by name.
 
     A slot that two rows hold is stored twice, under both names.
@@ -171,7 +171,7 @@ def stored(layout: Layout, spec: HeadSpec) -> dict[str, Stored]:
     return _rows(layout, spec, "written")
 
 
-def readable(layout: Layout, spec: HeadSpec, names: Container[str]) -> dict[str, Stored]:
+def readable(layout: Layout, spec: Spec, names: Container[str]) -> dict[str, Stored]:
     """Return each tensor that a head of this spec has, or may have, by the names that a checkpoint uses.
 
     What is only read is there if a tensor bears its name. What is written is there too, unless no tensor bears
@@ -192,7 +192,7 @@ def ignorable(layout: Layout, names: Iterable[str]) -> dict[str, str]:
     return {name: why for name in names for pattern, why in layout.ignored.items() if fnmatchcase(name, pattern)}
 
 
-def _rows(layout: Layout, spec: HeadSpec, role: str) -> dict[str, Stored]:
+def _rows(layout: Layout, spec: Spec, role: str) -> dict[str, Stored]:
     known = needs(spec)
     found: dict[str, Stored] = {}
     for row, name, slots in _fill(layout, spec):
@@ -209,7 +209,7 @@ def _rows(layout: Layout, spec: HeadSpec, role: str) -> dict[str, Stored]:
     return found
 
 
-def unclaimed(layout: Layout, spec: HeadSpec) -> dict[str, str]:
+def unclaimed(layout: Layout, spec: Spec) -> dict[str, str]:
     """Return the names that a layout knows but a head of this spec does not have, and why it does not."""
     known = needs(spec)
     return {
@@ -224,9 +224,10 @@ def _without_layer(slot: str) -> str:
     return rest if layer.isdigit() else slot
 
 
-def _fill(layout: Layout, spec: HeadSpec) -> Iterator[tuple[Row, str, tuple[str, ...]]]:
+def _fill(layout: Layout, spec: Spec) -> Iterator[tuple[Row, str, tuple[str, ...]]]:
+    own_layers = {slot.name: slot.layers for slot in layout.drafter.slots}
     for row in layout.rows:
         # A slot with its numbers filled in, as fc_norm.0, is outside the layers.
-        for i in layers_of(row.layers or _SLOT_LAYERS.get(row.slots[0], ""), spec.layers):
+        for i in layers_of(row.layers or own_layers.get(row.slots[0], ""), spec.layers):
             for a in range(len(spec.captured) if "{a}" in row.name else 1):
                 yield row, row.name.format(i=i, a=a), tuple(slot.format(i=i, a=a) for slot in row.slots)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..drafters.eagle3 import EAGLE3
+from ..drafters.keys import CONVENTION, TOP
 from ..drafters.spec import HeadSpec
 from . import sglang, trtllm, vllm
 from .common import HIDDEN, INPUT, eagle_config, head_rows
 from .config import identity, write_keys
-from .keys import CONVENTION, TOP
 from .layout import Layout, TargetFacts
 
 
@@ -25,6 +26,7 @@ def _write(spec: HeadSpec, target: TargetFacts | None = None) -> dict[str, Any]:
 
 PORTABLE = Layout(
     name="portable",
+    drafter=EAGLE3,
     engine="TensorRT-LLM, vLLM and SGLang from one folder",
     rows=head_rows("layers.{i}", later=(INPUT, HIDDEN)),
     told_by=lambda config, names: TOP in config and CONVENTION in eagle_config(config),

@@ -1,7 +1,7 @@
 """The known engines and layouts: kconv's own, and those of other packages.
 
 Another package adds its own with entry points in the group `kconv.engines`, each of which names an `Engine`, or a
-`Layout` that is only read:
+`Layout`, of a trainer or of a drafter family that an engine here does not know:
 
     [project.entry-points."kconv.engines"]
     lmdeploy = "my_package.lmdeploy:ENGINE"
@@ -16,10 +16,11 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import CountersMissing, DefinitionsMixed, EngineUnknown, PluginInvalid, UnknownLayout
+from ..errors import CountersMissing, DefinitionsMixed, EngineUnknown, LayoutCannot, PluginInvalid, UnknownLayout
+from ..installed import load_plugins
 
 if TYPE_CHECKING:
-    from ..drafters.spec import HeadSpec
+    from ..drafters.base import Drafter, Names, Spec
     from .base import Deployment, Engine
     from .counters import Counters
     from .layout import Layout
@@ -131,32 +132,71 @@ def engine(name: str) -> Engine:
     return known[name]
 
 
-def detect(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
+def detect(config: Mapping[str, Any], names: Names) -> Layout:
     """Return the layout whose marks fit a config and its tensor names.
 
     Raises:
         UnknownLayout: none fits.
     """
-    names = set(names)
-    if names & {"fc.weight", "model.fc.weight"} or "eagle_config" in config:
-        for layout in layouts():
-            if layout.told_by(config, names):
-                return layout
-    what = "this may be an Eagle3 head, but its config and tensor names do not identify a layout"
+    from ..drafters.registry import drafters
+
+    marked = [one for one in drafters() if one.marks(config, names)]
+    for layout in layouts():
+        if layout.drafter in marked and layout.told_by(config, names):
+            return layout
+    titles = " or ".join(one.a_title for one in marked or drafters())
+    what = f"this may be {titles}, but its config and tensor names do not identify a layout"
+    held = [one for one in marked if any(sign in names for sign in one.signs)]
     raise UnknownLayout(
-        (what if "fc.weight" in names else "kconv does not recognize this as an Eagle3 head")
+        (what if held else f"kconv does not recognize this as {titles}")
         + f": architectures {config.get('architectures')}, model_type {config.get('model_type')!r}",
         where="config.json",
-        fix="Pass a target to kconv validate or as --target. If this is an Eagle3 head, name its layout with "
-        f"--from: {', '.join(layout.name for layout in layouts())}.",
+        fix=f"Pass a target to kconv validate or as --target. If this is {titles}, name its layout with "
+        f"--from: {', '.join(layout.name for layout in layouts() if layout.drafter in (marked or drafters()))}.",
     )
+
+
+def layout_for(name: str, drafter: Drafter) -> Layout:
+    """Return the layout to write for what a user calls it: a layout's name, or an engine's.
+
+    Args:
+        name: one of `writable`.
+        drafter: the family of the drafter to write.
+
+    Raises:
+        UnknownLayout: no layout and no engine of that name.
+        LayoutCannot: the layout is another family's, and no layout of the engine is this family's.
+    """
+    of_engine = next((one for one in engines() if one.name == name), None)
+    if of_engine is None:
+        layout = by_name(name)
+    else:
+        layout = next((one for one in own_layouts(of_engine) if one.drafter is drafter), None)
+    if layout is not None and layout.drafter is drafter:
+        return layout
+    written = [x for x in layouts() if x.drafter is drafter and x.write_config is not None]
+    named = {x.name: one.name for one in engines() for x in own_layouts(one)}
+    choices = ", ".join(sorted({named.get(x.name, x.name) for x in written}))
+    raise LayoutCannot(
+        f"kconv writes no layout of {drafter.title}s for {of_engine.title if of_engine else name}",
+        fix=f"Choose one of {choices}." if choices else f"kconv writes no layout of {drafter.title}s at all.",
+    )
+
+
+def own_layouts(engine: Engine) -> tuple[Layout, ...]:
+    """Return the layouts of an engine, one for each family: its object's, and other packages' for further families."""
+    known = {one.drafter.name for one in engine.layouts}
+    more = {x.drafter.name: x for x in _known()[1] if x.written_for == (engine.name,) and x.drafter.name not in known}
+    return (*engine.layouts, *more.values())
 
 
 def writable() -> tuple[str, ...]:
     """Return the names of the layouts that kconv writes: those of one engine, then those that several engines read."""
     others, written = _known()
-    own = [*OWN_ENGINES, *(one.layout.name for one in others)]
-    shared = [layout.name for layout in written if layout.write_config is not None]
+    own = [*OWN_ENGINES, *(one.layouts[0].name for one in others)]
+    # Without other packages' layouts no engine is loaded: help needs only names.
+    of_engines = {layout.name for one in engines() for layout in own_layouts(one)} if written else set()
+    shared = [x.name for x in written if x.write_config is not None and x.name not in of_engines]
     return tuple(dict.fromkeys((*own, *shared, *(one.name for one in OWN_LAYOUTS.values() if one.written))))
 
 
@@ -191,7 +231,7 @@ def engines_of(layout: str) -> tuple[Engine, ...]:
     if found is None:
         return ()
     named = [known[name] for name in found.written_for if name in known]
-    return tuple(dict.fromkeys((*(one for one in engines() if one.layout is found), *named)))
+    return tuple(dict.fromkeys((*(one for one in engines() if found in one.layouts), *named)))
 
 
 def runners_of(layout: str) -> tuple[str, ...]:
@@ -213,9 +253,11 @@ def describe(layout: str) -> str:
         UnknownLayout: no engine loads it.
     """
     titles = titles_of(layout)
+    if not titles and by_name(layout).write_config is not None:
+        return f"the layout of {by_name(layout).engine}"
     if not titles:
         raise UnknownLayout(f"no engine loads {layout}'s layout", fix=f"Choose one of {', '.join(writable())}.")
-    engines_own = [*OWN_ENGINES, *(one.layout.name for one in _known()[0])]
+    engines_own = [*OWN_ENGINES, *(own.name for one in _known()[0] for own in one.layouts)]
     if len(titles) == 1 and layout not in engines_own:
         return f"the layout of {layout}, which {titles[0]} loads"
     if len(titles) == 1:
@@ -254,7 +296,7 @@ def recognize(engines: Iterable[Engine], pages: Mapping[str, str], where: str) -
     return found[0]
 
 
-def launch_files(spec: HeadSpec, layout: str, served: Deployment | None = None) -> dict[str, str]:
+def launch_files(spec: Spec, layout: str, served: Deployment | None = None) -> dict[str, str]:
     """Return the files, by name, that show how to serve a head with the layout's engines.
 
     Args:
@@ -265,31 +307,21 @@ def launch_files(spec: HeadSpec, layout: str, served: Deployment | None = None) 
     from .base import Deployment
 
     served = served or Deployment()
-    return {one.launch.file: one.launch.text(spec, served) for one in engines_of(layout) if one.launch}
+    launches = [one.launch for one in engines_of(layout) if one.launch and spec.drafter.name in one.launch.drafters]
+    return {one.file: one.text(spec, served) for one in launches}
 
 
 @functools.cache
 def _known() -> tuple[tuple[Engine, ...], tuple[Layout, ...]]:
     """Load the entry points of other packages, once."""
-    from importlib.metadata import entry_points
-
     found_engines: list[Engine] = []
     found_layouts: list[Layout] = []
-    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+    for loaded, where in load_plugins(GROUP, "an engine"):
         from .base import Engine
         from .layout import Layout
 
-        where = f"the entry point {entry.name} = {entry.value} of {entry.dist.name if entry.dist else 'a package'}"
-        try:
-            loaded = entry.load()
-        except Exception as fault:  # another package may raise anything
-            raise PluginInvalid(
-                f"an engine from another package cannot be loaded: {type(fault).__name__}: {fault}",
-                where=where,
-                fix="Update that package, or remove it.",
-            ) from fault
-        layout = loaded.layout if isinstance(loaded, Engine) else loaded
-        if not isinstance(layout, Layout):
+        named: tuple[Any, ...] = loaded.layouts if isinstance(loaded, Engine) else (loaded,)
+        if not all(isinstance(layout, Layout) for layout in named):
             raise PluginInvalid(
                 f"a {type(loaded).__name__} is neither an Engine nor a Layout",
                 where=where,
@@ -299,9 +331,10 @@ def _known() -> tuple[tuple[Engine, ...], tuple[Layout, ...]]:
         if isinstance(loaded, Engine):
             _refuse_taken(loaded, known[0], where)
             found_engines.append(loaded)
-        if not any(layout is one for one in known[1]):
-            _refuse_taken_layout(layout, known[1], where)
-            found_layouts.append(layout)
+        for layout in named:
+            if layout not in known[1]:
+                _refuse_taken_layout(layout, known[1], where)
+                found_layouts.append(layout)
     return tuple(found_engines), tuple(found_layouts)
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.formats import NVFP4
+from ..drafters.eagle3 import EAGLE3
+from ..drafters.keys import CONVENTION, IDS, INPUTS, OUTPUTS, TOP
 from ..drafters.spec import Gqa, HeadSpec, Mla
 from ..drafters.yarn import cos_sin_factor, m
 from ..errors import CountersDisturbed, CountersMissing
@@ -48,7 +50,6 @@ from .common import (
 )
 from .config import identity, write_keys
 from .counters import Counters, Counts, PerRequest, Totals, totals
-from .keys import CONVENTION, IDS, INPUTS, OUTPUTS, TOP
 from .layout import Layout, Limit, Row, TargetFacts, TargetLimit
 from .start_server import start
 from .vllm import FC_WIDTH, NO_NORM, TYPED
@@ -195,6 +196,7 @@ def _scales_otherwise(spec: HeadSpec) -> bool:
 
 SGLANG = Layout(
     name="sglang",
+    drafter=EAGLE3,
     engine="SGLang 0.5.23 or newer (MHA/GQA: LlamaForCausalLMEagle3; MLA: Eagle3DeepseekV2ForCausalLM)",
     rows=head_rows("layers.{i}", later=(HIDDEN,)) + instead(MIDLAYER, AUX_NORMS) + beside(later_norm(INPUT)),
     told_by=lambda config, names: (
@@ -429,7 +431,7 @@ def _count(d: Mapping[str, float], _k: int, requests: int, prompts: int) -> Coun
 ENGINE = Engine(
     name="sglang",
     title="SGLang",
-    layout=SGLANG,
+    layouts=(SGLANG,),
     release="0.5.23",
     runners=(Runner("sglang", _in_sglang, _states),),
     captures=CAPTURES,

@@ -9,10 +9,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from ..drafters.eagle3 import EAGLE3
+from ..drafters.keys import CONVENTION, IDS, INPUTS, OUTPUTS, TOP, ConfigTable
 from ..drafters.spec import HeadSpec
 from .common import HIDDEN, MIDLAYER, MIDLAYERS, OUTSIDE, beside, has_midlayer, head_rows, instead, is_mla, later_norm
 from .config import identity, write_keys
-from .keys import CONVENTION, IDS, INPUTS, OUTPUTS, TOP, ConfigTable
 from .layout import Layout, Limit, Row, TargetFacts, TargetLimit
 
 ROWS = OUTSIDE + MIDLAYER
@@ -28,6 +29,7 @@ def _has_vocabulary(names: Iterable[str]) -> bool:
 # https://github.com/SafeAILab/EAGLE/blob/cb7e0841fe0c206c6ed74a197ad5e2a1f13f5a2b/eagle/traineagle3/config.json
 SAFEAILAB = Layout(
     name="safeailab",
+    drafter=EAGLE3,
     engine="SafeAILab's EAGLE-3",
     rows=ROWS,
     told_by=lambda config, names: (
@@ -41,6 +43,7 @@ SAFEAILAB = Layout(
 # https://github.com/sgl-project/SpecForge/blob/a6b6b0230009d15ec2a97a57384e6f53f0f96946/specforge/modeling/draft/llama3_eagle.py#L1690
 SPECFORGE = Layout(
     name="specforge",
+    drafter=EAGLE3,
     engine="SpecForge",
     rows=ROWS,
     told_by=lambda config, names: has_midlayer(names) and _has_vocabulary(names) and not config.get("kv_lora_rank"),
@@ -51,6 +54,7 @@ SPECFORGE = Layout(
 # SpecForge could mean either, and fits no layout until the user names one.
 TORCHSPEC = Layout(
     name="torchspec",
+    drafter=EAGLE3,
     engine="TorchSpec",
     rows=ROWS,
     told_by=lambda config, names: (
@@ -61,6 +65,7 @@ TORCHSPEC = Layout(
 # TensorRT-LLM loads what ModelOpt exports.
 MODELOPT = Layout(
     name="modelopt",
+    drafter=EAGLE3,
     engine="ModelOpt's export_speculative_decoding",
     rows=head_rows("layers.{i}") + instead(MIDLAYERS) + beside(later_norm(HIDDEN)),
     told_by=lambda config, names: "eagle_config" in config and not has_midlayer(names),
@@ -93,6 +98,7 @@ def _inside(row: Row) -> Row:
 # NeMo Automodel gives each of its heads, MLA ones too, a Llama class name, and does not write the captured layers.
 AUTOMODEL = Layout(
     name="automodel",
+    drafter=EAGLE3,
     engine="NeMo Automodel",
     rows=tuple(map(_inside, head_rows("layers.{i}"))),
     told_by=lambda config, names: (
@@ -107,6 +113,7 @@ AUTOMODEL = Layout(
 DEEPSPEC_LIST = "target_layer_ids"
 DEEPSPEC = Layout(
     name="deepspec",
+    drafter=EAGLE3,
     engine="DeepSpec",
     rows=head_rows("layers.{i}"),
     told_by=lambda config, names: (
@@ -160,6 +167,7 @@ def _speculators_config(spec: HeadSpec, target: TargetFacts | None = None) -> di
 # Reader: https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/transformers_utils/configs/speculators/algos.py#L15-L50
 SPECULATORS = Layout(
     name="speculators",
+    drafter=EAGLE3,
     engine="the speculators library",
     rows=head_rows("layers.{i}"),
     write_config=_speculators_config,

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ..drafters.eagle3 import EAGLE3
+from ..drafters.keys import CONVENTION, IDS, OUTPUTS
 from ..drafters.spec import Gqa, HeadSpec
 from ..drafters.yarn import cos_sin_factor, m
 from ..errors import CountersMissing, DefinitionsMixed
@@ -31,7 +33,6 @@ from .common import (
 )
 from .config import identity, write_keys
 from .counters import SAY_K, Counters, Counts, Totals, totals
-from .keys import CONVENTION, IDS, OUTPUTS
 from .layout import Layout, Limit
 from .vllm import FC_WIDTH
 
@@ -106,6 +107,7 @@ def _scales_otherwise(spec: HeadSpec) -> bool:
 
 TRTLLM = Layout(
     name="trtllm",
+    drafter=EAGLE3,
     engine="TensorRT-LLM (PyTorch backend), one-model Eagle3",
     rows=head_rows("layers.{i}", later=(HIDDEN,)) + instead(MIDLAYER, MIDLAYERS) + beside(later_norm(INPUT)),
     told_by=lambda config, names: (
@@ -291,7 +293,7 @@ _ITERATIONS = Counters(
 ENGINE = Engine(
     name="trtllm",
     title="TensorRT-LLM",
-    layout=TRTLLM,
+    layouts=(TRTLLM,),
     release="between 1.3 and 1.4",
     captures=CAPTURES,
     launch=Launch(

@@ -14,6 +14,8 @@ from typing import Any
 
 from .. import escape
 from ..checkpoint.folder import read_json
+from ..drafters.eagle3 import EAGLE3
+from ..drafters.keys import CONVENTION, IDS, INPUTS, TOP
 from ..drafters.spec import Gqa, HeadSpec, Linear, Mla, Yarn
 from ..errors import CountersMissing
 from ..escape import Word
@@ -49,7 +51,6 @@ from .common import (
 )
 from .config import identity, write_keys
 from .counters import Counters, Counts, PerRequest, Totals, totals
-from .keys import CONVENTION, IDS, INPUTS, TOP
 from .layout import Layout, Limit
 from .start_server import start
 
@@ -70,6 +71,7 @@ def _write(spec: HeadSpec) -> dict[str, Any]:
 
 VLLM = Layout(
     name="vllm",
+    drafter=EAGLE3,
     engine="vLLM 0.20 or newer (MHA/GQA: LlamaForCausalLMEagle3; MLA: Eagle3DeepseekV2ForCausalLM)",
     rows=head_rows("layers.{i}")
     + instead(MIDLAYER, fused_rows("layers.{i}"), first_only(fused_rows("midlayer")))
@@ -318,7 +320,7 @@ FC_WIDTH, NO_NORM = "fc's width is computed from it", "the norm before fc is lef
 ENGINE = Engine(
     name="vllm",
     title="vLLM",
-    layout=VLLM,
+    layouts=(VLLM,),
     release="0.32.0 and 0.33.0",
     # Two model runners look for the captured layers in different places. No launch option overrides this: the keys of
     # --hf-overrides apply only to the target:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from ..drafters.base import RunningDrafter
 from ..drafters.baselines import (
     Bigram,
     bigram_drafts,
@@ -24,13 +25,11 @@ from ..drafters.baselines import (
 from ..drafters.chain import (
     Acceptance,
     count_chains,
-    draft_logits,
     greedy_acceptance,
     overlap,
     overlap_acceptance,
     pool,
 )
-from ..drafters.forward import DraftHead
 from ..errors import TargetInvalid
 from ..targets.forward import States, run_target
 from .figures import AcceptanceFigures, ParityFigures, PartFigures, StepFigures, TextFigures
@@ -239,8 +238,8 @@ def _distinct(batches: Sequence[Batch]) -> float:
 
 
 @dataclass(frozen=True)
-class Drafter:
-    """A head as a program.
+class Proposer:
+    """A drafter as a program.
 
     Attributes:
         logits: from tokens `[B, T]` and the target's states for them to `[K, B, T', draft_vocab]`, in the alignment of
@@ -252,23 +251,23 @@ class Drafter:
     target_ids: Tensor
 
 
-def head_drafter(head: DraftHead, steps: int, stored: tuple[int, ...] | None = None) -> Drafter:
-    """Return kconv's own forward of a head as a drafter.
+def head_drafter(head: RunningDrafter, steps: int, stored: tuple[int, ...] | None = None) -> Proposer:
+    """Return kconv's own forward of a drafter as a program.
 
     Args:
         head: the head.
         steps: K.
         stored: the layers whose outputs the states hold, including the head's own; only the head's own if None.
     """
-    own = head.spec.captured
+    own: tuple[int, ...] = head.spec.captured
     stored = stored or own
     columns = [stored.index(layer) for layer in own]
 
     def logits(tokens: Tensor, states: States) -> Tensor:
         captured = states.captured.unflatten(-1, (len(stored), -1))[..., columns, :].flatten(-2)
-        return draft_logits(head, tokens, captured, steps)
+        return head.draft(tokens, captured, steps)
 
-    return Drafter(logits, head.target_ids)
+    return Proposer(logits, head.target_ids)
 
 
 @dataclass(frozen=True)
@@ -294,7 +293,7 @@ def measure(
     model,
     captured: tuple[int, ...],
     steps: int,
-    drafters: Mapping[str, Drafter],
+    drafters: Mapping[str, Proposer],
     *,
     compare: tuple[str, str] | None = None,
     bigram: Bigram | Halves | None = None,
@@ -320,7 +319,7 @@ def measure_states(
     text: Text,
     run: Callable[[Batch], States],
     steps: int,
-    drafters: Mapping[str, Drafter],
+    drafters: Mapping[str, Proposer],
     *,
     compare: tuple[str, str] | None = None,
     bigram: Bigram | Halves | None = None,

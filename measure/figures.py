@@ -127,7 +127,7 @@ class ReadingFigures(StrictModel):
     """Acceptance of a head under one reading, compared with the best; see `validate.readings`.
 
     Attributes:
-        facts: the reading: the value of each measurable fact, by its name in `convert.facts`.
+        facts: the reading: the value of each measurable fact, by its name in `drafters.facts`.
         taken: whether this is the reading in use.
         text: the kind of the text.
         steps: drafted tokens per verify step (K).

@@ -15,7 +15,7 @@ from .reading import Reading, check_prompts, check_trusted, refuse_existing_outp
 if TYPE_CHECKING:
     from ..checkpoint.manifest import Manifest
     from ..convert.plan import Plan
-    from ..drafters.spec import HeadSpec
+    from ..drafters.base import Spec
     from ..measure.retention import Retention
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -126,15 +126,16 @@ class Convert(Reading):
     def _plan(self, context: Context) -> Plan:
         from ..convert.plan import WriteOptions, plan
         from ..convert.shared import find_shapes
-        from ..engines import by_name
+        from ..engines.registry import layout_for
 
         target = context.maybe(self.target)
         options = WriteOptions(find_shapes(target) if target else None, self.drop_shared, self._rounded())
-        planned = plan(self.open_headers(context, self.head), by_name(self.to), options)
+        head = self.open_headers(context, self.head)
+        planned = plan(head, layout_for(self.to, head.drafter), options)
         self._compare_positions(context, planned.spec)
         return planned
 
-    def _compare_positions(self, context: Context, spec: HeadSpec) -> None:
+    def _compare_positions(self, context: Context, spec: Spec) -> None:
         """Say that the target's context is longer than the head states, which is its maker's word and is kept."""
         target = self.target_config(context)
         if target is None or self.max_positions is not None:
@@ -156,7 +157,7 @@ class Convert(Reading):
         Raises:
             ReadingBeaten: the head accepts less with its reading than with another one.
         """
-        from ..convert.facts import FACTS
+        from ..drafters.facts import find_fact
         from .validate import Validate
 
         names = (*Reading.model_fields, "prompts", "states", "trust_remote_code")
@@ -172,7 +173,8 @@ class Convert(Reading):
         if decided is None:
             return self, frozenset()
         right = report.figures.readings[decided.winner].facts
-        hints = {key: value for name in decided.confirmed for key, value in FACTS[name].hints(right[name]).items()}
+        known = {name: fact for name in decided.confirmed if (fact := find_fact(name)) is not None}
+        hints = {key: value for name, fact in known.items() for key, value in fact.hints(right[name]).items()}
         return self.model_copy(update=hints), frozenset(decided.confirmed)
 
     def _convert(self, context: Context) -> Converted:
@@ -185,11 +187,12 @@ class Convert(Reading):
         from ..convert.execute import execute
         from ..convert.plan import WriteOptions, plan
         from ..convert.shared import find_for_layout, find_shapes
-        from ..engines import by_name
+        from ..engines.registry import layout_for
 
-        layout, target = by_name(self.to), context.maybe(self.target)
+        target = context.maybe(self.target)
         # From headers first, so that a head that cannot be converted is refused before its download.
         headers = self.open_headers(context, self.head)
+        layout = layout_for(self.to, headers.drafter)
         plan(headers, layout, WriteOptions(find_shapes(target) if target else None, False, self._rounded()))
         shared = find_for_layout(target, headers, layout, drop_shared=self.drop_shared) if target else None
         head = self.open(context, self.head)
@@ -204,7 +207,7 @@ class Convert(Reading):
         import torch
 
         from ..convert.attention.convert import HEAL_STEPS, AttentionOptions, convert_attention
-        from ..engines import by_name
+        from ..engines.registry import layout_for
         from ..measure.calibration import TextOptions
 
         if self.device == "cuda" and not torch.cuda.is_available():
@@ -224,10 +227,11 @@ class Convert(Reading):
             self.device,
         )
         head = self.open(context, self.head)
+        layout = layout_for(self.to, head.drafter)
         self._compare_positions(context, head.spec)
         with context.steps("healing") as healed:
             manifest, kept = convert_attention(
-                head, by_name(self.to), Path(self.out), options, context.source(self.target or ""), say=context.log,
+                head, layout, Path(self.out), options, context.source(self.target or ""), say=context.log,
                 progress=healed,
             )  # fmt: skip
         return Converted(self.out, manifest, kept)

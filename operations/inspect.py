@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 # Not weights: maps and masks.
 INTEGERS = ("I64", "I32", "BOOL")
-EAGLE3 = "Eagle3 head"
 
 
 @dataclass(frozen=True)
@@ -31,13 +30,15 @@ class Inspected:
 
     @property
     def kind(self) -> str:
-        """What it is: "Eagle3 head", another kind by its name, or "unknown"."""
+        """What it is: the title of its family, e.g. "Eagle3 head", another kind by its name, or "unknown"."""
         if self.reading.kind is not None:
             return self.reading.kind.name
-        from ..convert.identify import looks_like_eagle3
+        if self.reading.layout is not None:
+            return self.reading.layout.drafter.title
+        from ..drafters.registry import drafters
 
-        known = self.reading.layout is not None or looks_like_eagle3(self.reading.checkpoint.tensors)
-        return EAGLE3 if known else "unknown"
+        tensors = self.reading.checkpoint.tensors
+        return next((one.title for one in drafters() if one.looks_like(tensors)), "unknown")
 
     @property
     def parameters(self) -> int:

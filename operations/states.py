@@ -129,7 +129,7 @@ class States(Operation):
             check_prompts(context.path(self.prompts))
         check_data(context, self.data)
         config = check_target(context, self.target, tokenizer=True)
-        from ..convert.captured import default_outputs
+        from ..drafters.captured import default_outputs
         from ..targets.config import check_captured
 
         if self.captured and config:

@@ -271,9 +271,10 @@ class Train(Operation):
     def _continued(self, context: Context) -> HeadSpec:
         from ..checkpoint.manifest import Hints
         from ..convert.opening import open_head
+        from ..drafters.eagle3 import only_eagle3
 
         head = context.source(self.init_from or "").open_headers()
-        return open_head(head, None, Hints(), context.source(self.target)).spec
+        return only_eagle3(open_head(head, None, Hints(), context.source(self.target)).spec, "trains")
 
     def _text(self, context: Context, config: TargetConfig, values: Mapping[str, Any]) -> tuple[int, int | None]:
         """Return the rows and tokens of the text; any number if the recipe states how much of it to use."""

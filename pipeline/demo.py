@@ -33,7 +33,7 @@ from ..convert.read import Head, read_head, read_slot
 from ..drafters.baselines import Bigram, count_bigrams
 from ..engines import by_name
 from ..errors import KconvError, TrainingFailed
-from ..measure.drafting import Drafter, head_drafter, measure
+from ..measure.drafting import Proposer, head_drafter, measure
 from ..measure.texts import Text, make_texts
 from ..targets.config import TargetConfig, read_target_config
 from ..targets.model import load_target
@@ -264,7 +264,7 @@ def _prove(folder: Path, bench: _Bench, recipe: DemoRecipe) -> Made:
     head = load_head(converted, bench.checkpoint, bench.config)
     module = load_module(folder / "trained" / MODULE, bench.folder)
     drafters = {
-        BEFORE: Drafter(lambda tokens, states: run_module(module, tokens, states, recipe.steps), head.target_ids),
+        BEFORE: Proposer(lambda tokens, states: run_module(module, tokens, states, recipe.steps), head.target_ids),
         AFTER: head_drafter(head, recipe.steps),
     }
     measured = [

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 from ..checkpoint.header import read_header
 from ..checkpoint.tensors import NAMES, read_tensor
-from ..engines.keys import IDS
+from ..drafters.keys import IDS
 from ..errors import EngineFailed, KconvError, StatesInvalid
 from .ask import again, ask_each
 from .client import SHOWN, Client

@@ -23,7 +23,8 @@ from ..checkpoint.bytes import write_safetensors
 from ..checkpoint.folder import read_json
 from ..checkpoint.header import read_header
 from ..checkpoint.tensors import TORCH, entry, read_tensor
-from ..convert.rope import read_rope
+from ..drafters.eagle3 import EAGLE3
+from ..drafters.rope_keys import read_rope
 from ..drafters.spec import Mla
 from ..engines.config import write_rope
 from ..errors import NotACheckpoint, PromptsInvalid, RecipeInvalid, TrainingFailed
@@ -58,7 +59,7 @@ def build_module(target: CausalLM, recipe: EagleRecipe) -> EagleModel:
     with torch.random.fork_rng(devices=[]), served_decoders(), contextlib.redirect_stdout(io.StringIO()):
         torch.manual_seed(recipe.seed)
         try:
-            model: EagleModel = mtsp.convert(target, [("eagle", settings)])
+            model: EagleModel = mtsp.convert(target, [(EAGLE3.trainer, settings)])
         except (AssertionError, ValueError) as fault:
             raise RecipeInvalid(
                 f"ModelOpt refuses this recipe: {fault}", fix="Correct the dims that the message names."

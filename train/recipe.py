@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from ..checkpoint.schema import MAX_YAML, Wrong, line_of, no_such_key, parse_yaml, read_bounded, wrong_value
-from ..convert.captured import default_outputs
-from ..convert.rope import read_rope
+from ..drafters.captured import default_outputs
+from ..drafters.rope_keys import read_rope
 from ..drafters.spec import Gqa, HeadSpec, Linear, Llama3, Mla, Norms, Rope, Yarn
 from ..errors import RecipeInvalid
 from ..targets.config import TargetConfig

@@ -17,11 +17,13 @@ from ..checkpoint.manifest import Action, read_manifest
 from ..checkpoint.source import Source
 from ..checkpoint.tensors import read_tensor
 from ..convert.read import Head, read_weights
-from ..convert.rope import read_rope
+from ..drafters.base import RunningDrafter
+from ..drafters.eagle3 import EAGLE3
 from ..drafters.fingerprint import difference, fingerprint
 from ..drafters.forward import DraftHead
+from ..drafters.rope_keys import read_rope
 from ..errors import KconvError, ManifestMismatch, NotACheckpoint, PromptsInvalid, StatesInvalid, TargetInvalid
-from ..measure.drafting import Drafter, Measured, count_halves, head_drafter, measure_states
+from ..measure.drafting import Measured, Proposer, count_halves, head_drafter, measure_states
 from ..measure.held_out import HeldOut, refuse_overlap
 from ..measure.parts import Parts
 from ..measure.retention import MIN_RETENTION
@@ -47,7 +49,9 @@ from .report import Finding
 from .verdict import Claim, judge_baselines, judge_fingerprint, judge_retention
 
 
-def load_head(head: Head, target: Checkpoint, config: TargetConfig, dtype: torch.dtype = torch.float32) -> DraftHead:
+def load_head(
+    head: Head, target: Checkpoint, config: TargetConfig, dtype: torch.dtype = torch.float32
+) -> RunningDrafter:
     """Load a head for kconv's own forward; a quantized head's inputs are rounded as engines round them.
 
     Args:
@@ -76,14 +80,15 @@ def load_head(head: Head, target: Checkpoint, config: TargetConfig, dtype: torch
             where=target.folder,
             fix="Pass the target that the head was trained on, or correct the captured layers (--captured-are).",
         )
-    weights, inputs = read_served(head) if head.is_quantized else (read_weights(head), {})
+    rounded = head.is_quantized and head.drafter is EAGLE3
+    weights, inputs = read_served(head) if rounded else (read_weights(head), {})
     shared = {"embed_tokens": config.embed_tokens, "lm_head": config.lm_head}
     for slot in shared.keys() - weights.keys():
         if shared[slot] not in target.tensors:
             raise TargetInvalid(f"the target has no {shared[slot]}", where=target.folder, fix="Check the target.")
         weights[slot] = read_tensor(target.tensors[shared[slot]])
     floats = {n: w.to(dtype) if w.is_floating_point() else w for n, w in weights.items()}
-    return RoundedHead(spec, floats, inputs) if inputs else DraftHead(spec, floats)
+    return RoundedHead(spec, floats, inputs) if inputs else head.drafter.load(spec, floats)
 
 
 Say = Callable[[str], None]
@@ -227,7 +232,7 @@ class _Bench:
     """
 
     output: Head
-    heads: dict[str, DraftHead]
+    heads: dict[str, RunningDrafter]
     texts: tuple[Text, ...]
     run: Callable[[Batch], States]
     layers: tuple[int, ...]
@@ -252,13 +257,14 @@ def _measure(bench: _Bench, parity: Parity, about: dict[str, object], say: Say) 
             )
         )
     findings = list(judge_baselines([row for one in measured for row in one.acceptance]))
+    output = heads["output"]
     if "source" in heads:
         findings += _judge_approximation(bench, parity, measured)
-    else:
+    elif isinstance(output, DraftHead):  # the known mistakes are those of Eagle3 heads
         say("measuring the head with known mistakes undone")
         known = [one.spec for one in bench.readings]
         gains = measure_mistakes(
-            heads["output"], bench.texts, bench.run, bench.layers, parity.steps, targets_own(bench.config), known
+            output, bench.texts, bench.run, bench.layers, parity.steps, targets_own(bench.config), known
         )
         findings += judge_mistakes(gains)
         about = about | {"readings": len(gains)}
@@ -289,8 +295,9 @@ def _judge_approximation(bench: _Bench, parity: Parity, measured: list[Measured]
     # A head that was only renamed since retains all of its source's acceptance; a pruned one makes no claim.
     if any(step.action in APPROXIMATE for step in manifest.tensors):
         yield from judge_retention(measured, Claim.of(record), parity.min_retention)
-    if record and record.fingerprint:
-        yield from judge_fingerprint(difference(record.fingerprint, fingerprint(bench.heads["output"])))
+    output = bench.heads["output"]
+    if record and record.fingerprint and isinstance(output, DraftHead):
+        yield from judge_fingerprint(difference(record.fingerprint, fingerprint(output)))
 
 
 def _layers(output: Head, source: Head | None, readings: Sequence[Reading], stored: Collection[int]) -> tuple[int, ...]:
@@ -327,23 +334,26 @@ def _check_lm_head(states: StoredStates, target: Source, config: TargetConfig) -
         )
 
 
-def _load_heads(output: Head, source: Head | None, target: Checkpoint, config: TargetConfig) -> dict[str, DraftHead]:
+def _load_heads(
+    output: Head, source: Head | None, target: Checkpoint, config: TargetConfig
+) -> dict[str, RunningDrafter]:
     given = {"source": source, "output": output}
     return {name: load_head(head, target, config) for name, head in given.items() if head is not None}
 
 
-def _drafters(heads: dict[str, DraftHead], steps: int, captured: tuple[int, ...]) -> dict[str, Drafter]:
+def _drafters(heads: dict[str, RunningDrafter], steps: int, captured: tuple[int, ...]) -> dict[str, Proposer]:
     return {name: head_drafter(head, steps, captured) for name, head in heads.items()}
 
 
-def _pair(heads: dict[str, DraftHead]) -> tuple[str, str] | None:
+def _pair(heads: dict[str, RunningDrafter]) -> tuple[str, str] | None:
     return ("source", "output") if "source" in heads else None
 
 
-def _parts(heads: dict[str, DraftHead], layers: tuple[int, ...]) -> Parts | None:
-    if "source" not in heads:
+def _parts(heads: dict[str, RunningDrafter], layers: tuple[int, ...]) -> Parts | None:
+    source, output = heads.get("source"), heads["output"]
+    if not isinstance(source, DraftHead) or not isinstance(output, DraftHead):
         return None
-    parts = Parts(heads["source"], heads["output"], layers)
+    parts = Parts(source, output, layers)
     return parts if parts.comparable else None
 
 

@@ -20,7 +20,7 @@ import torch
 from ..checkpoint.bytes import digest
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.formats import NVFP4
-from ..convert.rope import read_rope
+from ..drafters.rope_keys import read_rope
 from ..errors import KconvError
 from ..measure.figures import NoiseFigures
 from ..targets.config import TargetConfig, parse_target_config

@@ -15,15 +15,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, permutations
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..checkpoint.manifest import FactValue
-from ..convert.facts import BASES, FACTS, measurable, phrase
 from ..convert.read import Head
+from ..drafters.base import RunningDrafter
 from ..drafters.chain import Acceptance, pool
+from ..drafters.facts import BASES, measurable, phrase
 from ..drafters.forward import DraftHead
 from ..drafters.spec import Gqa, HeadSpec, Mla, Rope
 from ..measure.drafting import accept, head_drafter
@@ -65,12 +66,12 @@ Key = TypeVar("Key")
 class Reading:
     """A head's weights with one spec."""
 
-    spec: HeadSpec
+    spec: Any
 
     @property
     def facts(self) -> dict[str, FactValue]:
         """The value of each measurable fact, by its name."""
-        return {fact.name: fact.read(self.spec) for fact in measurable()}
+        return {fact.name: fact.read(self.spec) for fact in measurable(self.spec.drafter.facts)}
 
 
 def find_readings(
@@ -88,7 +89,7 @@ def find_readings(
         stored: the layers whose outputs are available; None for all of the target's.
     """
     specs = [head.spec]
-    for fact in measurable():
+    for fact in measurable(head.drafter.facts):
         if fact.put is None or fact.name not in {"captured", *still_open}:
             continue
         candidates = fact.candidates(head.checkpoint.config, head.hints, head.checkpoint.tensors)
@@ -175,7 +176,7 @@ def _behind(one: Sequence[Acceptance], other: Sequence[Acceptance]) -> tuple[flo
 @torch.no_grad()
 def _accept(
     batches: Iterable[tuple[Text, Batch]], run: Callable[[Batch], States], stored: tuple[int, ...], steps: int,
-    heads: Callable[[], Iterable[tuple[Key, DraftHead]]],
+    heads: Callable[[], Iterable[tuple[Key, RunningDrafter]]],
 ) -> dict[Key, list[Acceptance]]:  # fmt: skip
     """Return the acceptance of each head on each sequence; `heads` is evaluated again for each batch."""
     found: dict[Key, list[Acceptance]] = {}
@@ -189,7 +190,7 @@ def _accept(
 
 
 def measure_readings(
-    text: Text, run: Callable[[Batch], States], stored: tuple[int, ...], steps: int, head: DraftHead,
+    text: Text, run: Callable[[Batch], States], stored: tuple[int, ...], steps: int, head: RunningDrafter,
     found: tuple[Reading, ...],
 ) -> ReadingsMeasured:  # fmt: skip
     """Measure each reading of a head on one text.
@@ -202,7 +203,8 @@ def measure_readings(
         head: the head in memory, in any of its readings.
         found: the readings.
     """
-    heads = [(place, DraftHead(one.spec, head.weights)) for place, one in enumerate(found)]
+    load = head.spec.drafter.load
+    heads = [(place, load(one.spec, head.weights)) for place, one in enumerate(found)]
     parts = _accept(((text, batch) for batch in text.batches), run, stored, steps, lambda: heads)
     return ReadingsMeasured(found, text.kind, tuple(tuple(parts.get(place, ())) for place, _ in heads))
 
@@ -249,6 +251,7 @@ def judge_readings(measured: ReadingsMeasured, decided: ReadingsDecided) -> Iter
         decided: what they decide.
     """
     best, lengths, facts = decided.winner, measured.lengths, [one.facts for one in measured.readings]
+    known = measured.readings[0].spec.drafter.facts
     right = facts[best]
     on = f"{measured.sequences} sequence{'s' * (measured.sequences != 1)} of {measured.text} text"
     if decided.beaten:
@@ -256,7 +259,7 @@ def judge_readings(measured: ReadingsMeasured, decided: ReadingsDecided) -> Iter
         read, instead = (
             ", ".join(f"{name}: {phrase(name, one[name])}" for name in decided.beaten) for one in (facts[0], right)
         )
-        options = " ".join(FACTS[name].options(right[name]) for name in decided.beaten)
+        options = " ".join(known[name].options(right[name]) for name in decided.beaten)
         yield RULE["K312"].finding(
             Found(
                 "config.json",
@@ -274,7 +277,7 @@ def judge_readings(measured: ReadingsMeasured, decided: ReadingsDecided) -> Iter
                 f"measured: {phrase(name, right[name])}, acceptance length {lengths[best]:.3f}; the next best reading,"
                 f" {phrase(name, facts[nearest][name])}, has {lengths[nearest]:.3f} (-{gap:.3f} ± {error:.3f}, on"
                 f" {on})",
-                f"Pass {FACTS[name].options(right[name])}.",
+                f"Pass {known[name].options(right[name])}.",
             )
         )
     for name in decided.undecided:

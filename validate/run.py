@@ -13,11 +13,11 @@ from ..checkpoint.bytes import Look, Wanted, file_digest
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.manifest import DRAFTS, MANIFEST, READ_BY_ENGINES, Hints, Unverified, read_manifest
 from ..checkpoint.source import Folder, Source
-from ..convert.facts import measurable, phrase
-from ..convert.identify import name_target
+from ..convert.identify import WHOLE_MODEL, name_target
 from ..convert.provenance import Origin
 from ..convert.read import Head, read
 from ..convert.shared import SharedTensors
+from ..drafters.facts import measurable, phrase
 from ..engines import registry
 from ..engines.layout import Layout
 from ..errors import ComparisonUnfit, KconvError, ManifestMismatch, NotACheckpoint, PromptsInvalid
@@ -37,15 +37,9 @@ if TYPE_CHECKING:
     from .perplexity import HeldOutText
 
 
-# Names that only a target has: its own layers, under the prefixes of Kimi-K2 and Kimi-K2.5.
-TARGET_LAYERS = ("model.layers.", "language_model.model.layers.")
-
-
 def is_target(checkpoint: Checkpoint) -> bool:
     """Return whether a checkpoint is a target rather than a head."""
-    if "eagle_config" in checkpoint.config or any(name.endswith("fc.weight") for name in checkpoint.tensors):
-        return False
-    return any(name.startswith(TARGET_LAYERS) for name in checkpoint.tensors)
+    return WHOLE_MODEL.marks(checkpoint.config, checkpoint.tensors)
 
 
 def refuse_unfit(
@@ -313,7 +307,9 @@ def _still_open(rules: HeadSubject) -> frozenset[str]:
 
 def _assume(rules: HeadSubject) -> Head | None:
     """Return a head with several readings in the first of them; None if there is any other error."""
-    reading, hints, opened = rules.reading, rules.hints, {fact.code: fact for fact in measurable()}
+    reading, hints = rules.reading, rules.hints
+    facts = reading.layout.drafter.facts if reading.layout else {}
+    opened = {fact.code: fact for fact in measurable(facts)}
     if not rules.with_values or any(problem.code not in opened for problem in reading.errors):
         return None
     for code in {problem.code for problem in reading.errors}:

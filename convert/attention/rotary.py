@@ -35,10 +35,10 @@ import torch
 from torch import Tensor
 
 from ...drafters.rope import inverse_frequencies, rotary_dims
+from ...drafters.rope_keys import LARGEST_THETA
 from ...drafters.spec import Gqa, Rope, Yarn
 from ...drafters.yarn import cos_sin_factor, softmax_scale
 from ...errors import LayoutCannot
-from ..rope import LARGEST_THETA
 from .moments import root
 from .swap import Attention
 

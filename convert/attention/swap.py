@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from ...drafters.base import Spec
+from ...drafters.eagle3 import only_eagle3
 from ...drafters.slots import needs
-from ...drafters.spec import Gqa, HeadSpec, Mla, Rope
+from ...drafters.spec import Gqa, Mla, Rope
 from ...errors import LayoutCannot
 
 # torch is imported where needed: refusing a head that cannot be converted takes less time than the import.
@@ -94,12 +96,14 @@ def with_attention(head: DraftHead, attention: Attention) -> DraftHead:
     return DraftHead(spec, kept | {name: weight.to(dtype) for name, weight in attention.weights.items()})
 
 
-def check_convertible(spec: HeadSpec, kind: Kind) -> None:
+def check_convertible(spec: Spec, kind: Kind) -> None:
     """Refuse a head that already has this kind of attention, or parts that the kind does not support.
 
     Raises:
-        LayoutCannot: the head has that attention, more than one layer, biases, or norms of queries and keys.
+        LayoutCannot: it is another family's drafter, or the head has that attention, more than one layer, biases, or
+            norms of queries and keys.
     """
+    spec = only_eagle3(spec, "converts the attention of")
     if isinstance(spec.attention, Mla) == (kind == "mla"):
         raise LayoutCannot(
             f"the head's attention is already {spec.kind.upper()}",

@@ -23,6 +23,7 @@ from ...convert.execute import fill
 from ...convert.plan import Change, Plan, Replaced, SourceTensor, WriteOptions, check_layout, plan
 from ...convert.read import Head, read_weights
 from ...convert.shared import SLOTS, find_shared
+from ...drafters.eagle3 import only_eagle3
 from ...errors import ConfigUnsupported, LayoutCannot
 from ...measure.batches import Calibration
 from ...measure.calibration import stored_texts
@@ -98,7 +99,8 @@ def check_head(head: Head, format_: LinearFormat) -> None:
             where=head.checkpoint.folder,
             fix="Convert it first, exactly: kconv to-vllm (or to-trtllm, to-sglang, to-portable) HEAD OUT.",
         )
-    slots = [slot for group in groups_of(head.spec, format_) for slot in group]
+    spec = only_eagle3(head.spec, "quantizes")
+    slots = [slot for group in groups_of(spec, format_) for slot in group]
     check_layout(head.spec, head.layout, [f"{slot}.{suffix}" for slot in slots for suffix in format_.scales])
 
 

@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from kconv.drafters import slots, spec
-from kconv.engines.keys import COMMON, FIXED, GQA, MLA, Key
+from kconv.drafters import spec
+from kconv.drafters.eagle3 import EAGLE3
+from kconv.drafters.keys import GQA, MLA, Key
 from kconv.engines.layout import IGNORED, Layout, Row
 from kconv.engines.moves import Stack
 from kconv.engines.registry import layouts as all_layouts
@@ -59,11 +60,11 @@ def layouts() -> Iterator[str]:
         yield from ("", *(f"{kind}{'.' if kind == kinds[-1] else ';'}" for kind in kinds), "", *of_slots)
     yield from ("", "## Config keys", "")
     yield "In every layout unless stated otherwise below: the key, and what it states."
-    for kind, part in (("Every head", COMMON), ("MHA and GQA", GQA), ("MLA", MLA)):
+    for kind, part in (("Every head", EAGLE3.keys), ("MHA and GQA", GQA), ("MLA", MLA)):
         yield from ("", f"{kind}: {', '.join(_key(key) for key in part)}.")
     yield from ("", "Keys that change what a head computes, with the values that kconv accepts; it refuses others:")
     accepted: dict[str, list[str]] = {}
-    for key, values in FIXED.items():
+    for key, values in EAGLE3.fixed.items():
         accepted.setdefault(", ".join(map(json.dumps, values)), []).append(key)
     yield from ("", *(f"- {values}: {_code(keys)}" for values, keys in accepted.items()))
     yield from ("", "## Where a layout differs", "")
@@ -101,7 +102,7 @@ def _own_part(name: str) -> str:
 
 def _tensor(row: Row) -> tuple[tuple[str, ...], str]:
     """Return what a row's tensor is (slots, shape, heads), and the decoder layers that have it."""
-    known = {slot.name: slot for slot in slots.SLOTS}
+    known = {slot.name: slot for slot in EAGLE3.slots}
     own = [known[re.sub(r"^fc_norm\.\d$", "fc_norm.{a}", name)] for name in row.slots]
     shape = " + ".join(slot.shape.split(",")[0] for slot in own) if isinstance(row.move, Stack) else own[0].shape
     shape += ", " + own[0].shape.split(",", 1)[1].strip() if isinstance(row.move, Stack) and "," in own[0].shape else ""

@@ -121,8 +121,8 @@ def model_types() -> tuple[str, ...]:
 def cell(engine: Engine, name: str, model_type: str) -> str:
     """Return what is known of a form of heads beside a target in an engine: `RUN`, `CODE`, or rules that refuse it."""
     form, target = FORMS[name], Target(model_type)
-    refused = [limit.id for limit in engine.layout.limits if limit.applies(form.spec, form.holds)]
-    beside = (limit.rule for limit in engine.layout.target_limits if limit.hits(form.spec, target))
+    refused = [limit.id for limit in engine.layouts[0].limits if limit.applies(form.spec, form.holds)]
+    beside = (limit.rule for limit in engine.layouts[0].target_limits if limit.hits(form.spec, target))
     capture = engine.capture(model_type)
     if refused:
         return ", ".join(refused)

@@ -19,10 +19,10 @@ from kconv.cards.card import gather, make_card, write, write_card
 from kconv.cards.facts import Facts, LicenseFacts
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import Hints, read_manifest, write_manifest
-from kconv.convert.captured import without_lists
 from kconv.convert.execute import execute
 from kconv.convert.plan import WriteOptions, plan
 from kconv.convert.read import read_head
+from kconv.drafters.captured import without_lists
 from kconv.engines import by_name
 from kconv.errors import NotACheckpoint, OutputExists, ReportInvalid
 from kconv.measure.figures import AcceptanceFigures, Figures, ReadingsDecided, TextFigures

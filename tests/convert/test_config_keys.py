@@ -186,7 +186,7 @@ def test_unknown_keys_are_carried_where_they_stood_and_known_ballast_is_dropped(
     )  # fmt: skip
     assert found.carried == {"colour": "blue", "eagle_config.depth_hint": [1]}
     assert set(found.dropped) == {"n_routed_experts", "use_cache", "auto_map", "head_dim", "attention_bias"}
-    config = carry({"hidden_size": 48, "eagle_config": {"norm_before_fc": False}}, found.carried)
+    config = carry({"hidden_size": 48, "eagle_config": {"norm_before_fc": False}}, found.carried, "eagle_config")
     assert config == {
         "hidden_size": 48,
         "colour": "blue",

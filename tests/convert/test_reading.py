@@ -14,7 +14,7 @@ from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import Hints
 from kconv.checkpoint.source import Folder
 from kconv.convert.read import claim_tensors, read, read_head
-from kconv.engines.keys import CONVENTION, TOP
+from kconv.drafters.keys import CONVENTION, TOP
 from kconv.errors import ConfigUnsupported, KconvError, TensorMissing
 from kconv.validate.rules.table import all_rules
 from kconv.validate.run import validate

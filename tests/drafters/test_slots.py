@@ -13,7 +13,8 @@ from transformers import DeepseekV3Config, LlamaConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from kconv.drafters.slots import SLOTS, needs
+from kconv.drafters.eagle3 import SLOTS
+from kconv.drafters.slots import needs
 from kconv.drafters.spec import Gqa, HeadSpec, Mla, Norms
 
 

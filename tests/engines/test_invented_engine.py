@@ -20,13 +20,14 @@ from safetensors.torch import load_file
 from support.heads import GQA, random_slots, write_head
 from support.loopback import serving
 
+from kconv.drafters.eagle3 import EAGLE3
+from kconv.drafters.keys import CONVENTION, IDS, OUTPUTS, ConfigTable
 from kconv.drafters.spec import HeadSpec
 from kconv.engines import registry
 from kconv.engines.base import Deployment, Engine, Launch, Runner
 from kconv.engines.common import OUTSIDE, eagle_config, layer_rows, listed_ids
 from kconv.engines.config import identity, write_keys
 from kconv.engines.counters import Counters, Counts, Totals, totals
-from kconv.engines.keys import CONVENTION, IDS, OUTPUTS, ConfigTable
 from kconv.engines.layout import Layout, Limit
 from kconv.escape import Word, command
 
@@ -54,21 +55,24 @@ def _count(d: Mapping[str, float], _k: int, _requests: int, prompts: int) -> Cou
 ENGINE = Engine(
     name="otter",
     title="Otter",
-    layout=Layout(
-        name="otter",
-        engine="Otter 1.0",
-        rows=OUTSIDE + layer_rows("decoder.{i}"),
-        told_by=lambda config, names: "otter_version" in config,
-        write_config=_write,
-        config=ConfigTable(ballast=frozenset(("otter_version",))),
-        limits=(
-            Limit(
-                "OTTER1",
-                "otter-mlp-bias",
-                lambda spec: spec.mlp_bias,
-                "Otter has no biases of the MLP",
-                "Serve this head with TensorRT-LLM.",
-                "https://github.com/otter/otter/blob/v1.0/otter/eagle.py#L1",
+    layouts=(
+        Layout(
+            name="otter",
+            drafter=EAGLE3,
+            engine="Otter 1.0",
+            rows=OUTSIDE + layer_rows("decoder.{i}"),
+            told_by=lambda config, names: "otter_version" in config,
+            write_config=_write,
+            config=ConfigTable(ballast=frozenset(("otter_version",))),
+            limits=(
+                Limit(
+                    "OTTER1",
+                    "otter-mlp-bias",
+                    lambda spec: spec.mlp_bias,
+                    "Otter has no biases of the MLP",
+                    "Serve this head with TensorRT-LLM.",
+                    "https://github.com/otter/otter/blob/v1.0/otter/eagle.py#L1",
+                ),
             ),
         ),
     ),

@@ -34,7 +34,9 @@ def install(monkeypatch):
         FOUND.clear()
         FOUND.update(found)
         entries = [Entry(name, f"{name}:ENGINE", registry.GROUP) for name in found]
-        monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: entries)
+        monkeypatch.setattr(
+            importlib.metadata, "entry_points", lambda group: entries if group == registry.GROUP else []
+        )
         registry._known.cache_clear()
 
     yield install
@@ -42,7 +44,7 @@ def install(monkeypatch):
 
 
 def test_an_engine_may_read_a_layout_that_is_there(install):
-    install(fork=Engine("fork", "Fork", vllm.VLLM))
+    install(fork=Engine("fork", "Fork", (vllm.VLLM,)))
     assert registry.runners_of("vllm") == ("vllm-v1", "vllm-v2", "fork")
     assert registry.describe("vllm") == "a layout that vLLM and Fork all load"
     assert registry.writable() == ("vllm", "sglang", "trtllm", "speculators", "portable")
@@ -55,26 +57,26 @@ def test_a_layout_alone_is_read(install):
 
 
 def test_what_shares_a_limit_of_kconvs_own_may_have_its_id(install):
-    install(otter=Engine("otter", "Otter", replace(vllm.VLLM, name="otter")))
-    assert registry.engine("otter").layout.limits == vllm.VLLM.limits
+    install(otter=Engine("otter", "Otter", (replace(vllm.VLLM, name="otter"),)))
+    assert registry.engine("otter").layouts[0].limits == vllm.VLLM.limits
 
 
 BROKEN = {
     "it cannot be imported": (ImportError("no module named otter"), "cannot be loaded: ImportError: no module"),
     "it is something else": ("otter", "a str is neither"),
-    "an engine's name is taken": (Engine("vllm", "Otter", LAYOUT), "already an engine vllm\n"),
-    "a runner's name is taken": (Engine("vllm-v2", "Otter", LAYOUT), "already an engine vllm-v2"),
-    "it is called all": (Engine("all", "Otter", LAYOUT), "already an engine all"),
+    "an engine's name is taken": (Engine("vllm", "Otter", (LAYOUT,)), "already an engine vllm\n"),
+    "a runner's name is taken": (Engine("vllm-v2", "Otter", (LAYOUT,)), "already an engine vllm-v2"),
+    "it is called all": (Engine("all", "Otter", (LAYOUT,)), "already an engine all"),
     "a layout's name is taken": (
-        Engine("otter", "Otter", replace(LAYOUT, name="trtllm")),
+        Engine("otter", "Otter", (replace(LAYOUT, name="trtllm"),)),
         "there is already a layout trtllm",
     ),
     "a limit has an id of kconv's": (
-        Engine("otter", "Otter", replace(LAYOUT, limits=(replace(sglang.SGLANG.limits[-1], id="K999"),))),
+        Engine("otter", "Otter", (replace(LAYOUT, limits=(replace(sglang.SGLANG.limits[-1], id="K999"),)),)),
         "has the id K999",
     ),
     "a limit has another's id": (
-        Engine("otter", "Otter", replace(LAYOUT, limits=(replace(sglang.SGLANG.limits[-1], what="else"),))),
+        Engine("otter", "Otter", (replace(LAYOUT, limits=(replace(sglang.SGLANG.limits[-1], what="else"),)),)),
         "has the id K339",
     ),
 }

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kconv.drafters.baselines import count_bigrams
-from kconv.measure.drafting import Drafter, measure
+from kconv.measure.drafting import Proposer, measure
 from kconv.measure.texts import make_texts
 from kconv.targets.forward import run_target
 from kconv.targets.model import load_target
@@ -35,24 +35,24 @@ def texts(model, prompts):
     return {t.kind: t for t in make_texts(model, prompts, prompt_tokens=16, new_tokens=24, steps=STEPS, seed=0)}
 
 
-def oracle(model) -> Drafter:
+def oracle(model) -> Proposer:
     """Return the drafter that knows the target's own logits: what step k of chain t should say."""
 
     def logits(tokens, states):
         chains = tokens.shape[1] - 1 - STEPS
         return torch.stack([states.logits[:, k : k + chains] for k in range(1, STEPS + 1)])
 
-    return Drafter(logits, torch.arange(model.config.vocab_size))
+    return Proposer(logits, torch.arange(model.config.vocab_size))
 
 
-def noisy(model, scale: float) -> Drafter:
+def noisy(model, scale: float) -> Proposer:
     perfect = oracle(model)
 
     def logits(tokens, states):
         exact = perfect.logits(tokens, states)
         return exact + scale * torch.randn(exact.shape, generator=torch.Generator().manual_seed(1))
 
-    return Drafter(logits, perfect.target_ids)
+    return Proposer(logits, perfect.target_ids)
 
 
 @pytest.mark.parametrize("kind", ["held-out", "sampled", "greedy"])

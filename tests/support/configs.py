@@ -6,6 +6,7 @@ from typing import Any
 
 from kconv.checkpoint.manifest import Hints
 from kconv.convert.config import ReadConfig, read_config
+from kconv.drafters.eagle3 import EAGLE3
 from kconv.drafters.spec import HeadSpec, Mla
 from kconv.engines import by_name
 
@@ -158,7 +159,7 @@ def cut(config: dict[str, Any], spec: HeadSpec) -> dict[str, Any]:
 
 def read(config: dict[str, Any], dtype: str = "BF16", tensors: Any = None, **hints: Any) -> ReadConfig:
     """Read a config as a head's, with no tensor to look at but the given ones."""
-    return read_config(config, tensors or {}, dtype=dtype, hints=Hints(**hints))
+    return read_config(config, tensors or {}, drafter=EAGLE3, dtype=dtype, hints=Hints(**hints))
 
 
 def written(spec: HeadSpec, **changes: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kconv.checkpoint.manifest import Hints
-from kconv.engines.keys import CONVENTION, TOP
+from kconv.drafters.keys import CONVENTION, TOP
 from kconv.validate.rules.rule import ENGINES, SGLANG, TRTLLM, VLLM_V1, VLLM_V2
 
 from .changes import (

@@ -13,7 +13,7 @@ from kconv.checkpoint.tensors import TORCH
 from kconv.drafters.slots import needs
 from kconv.drafters.spec import HeadSpec
 from kconv.engines import BY_NAME
-from kconv.validate.rules.head import ENGINE_LAYOUT, WRITTEN_FOR
+from kconv.validate.rules.head import ENGINE_OF, WRITTEN_FOR
 from kconv.validate.rules.rule import ENGINES, SGLANG, TRTLLM, VLLM
 
 from .heads import GQA, MLA, PORTABLE, QK, random_map, write_head
@@ -104,7 +104,7 @@ def _variants() -> Iterator[Good]:
             if layout == "portable" and spec.mlp_bias:
                 continue
             if can_make(BY_NAME[layout], spec) and not any(
-                limit.applies(spec, ()) for e in engines for limit in BY_NAME[ENGINE_LAYOUT[e]].limits
+                limit.applies(spec, ()) for e in engines for limit in BY_NAME[ENGINE_OF[e]].limits
             ):
                 yield Good(f"{name}, {layout}", layout, spec, engines)
     reduced = PORTABLE["gqa, reduced vocabulary"]

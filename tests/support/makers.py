@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from kconv.drafters.keys import TOP
 from kconv.drafters.spec import HeadSpec, Mla, Norms, Yarn
 from kconv.engines.config import identity, write_keys
-from kconv.engines.keys import TOP
 from kconv.engines.layout import Layout
 
 ONE_LAYER = {"torchspec", "specforge", "safeailab", "automodel", "deepspec"}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from kconv.engines.keys import CONVENTION, IDS, TOP
+from kconv.drafters.keys import CONVENTION, IDS, TOP
 
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
 BOTH = ("vllm", "sglang")

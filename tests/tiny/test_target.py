@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer, PreTrainedConfig
 
-from kconv.convert.captured import default_outputs
+from kconv.drafters.captured import default_outputs
 from kconv.errors import TrainingFailed
 from kconv.targets.config import read_target_config
 from kconv.targets.model import load_target

@@ -21,7 +21,7 @@ from kconv.drafters.spec import HeadSpec, Norms
 from kconv.engines import BY_NAME
 from kconv.engines.vllm import REFUSED
 from kconv.validate.rules.config import NULLS
-from kconv.validate.rules.head import ENGINE_LAYOUT
+from kconv.validate.rules.head import ENGINE_OF
 from kconv.validate.rules.rule import SGLANG, TRTLLM, VLLM, VLLM_V1, VLLM_V2
 from kconv.validate.run import validate
 
@@ -59,7 +59,7 @@ def stumble(folder: Path, spec: HeadSpec, change: Change) -> set[str]:
     """Return the engines to which a head with a change has a null."""
     stumbled = set()
     for engine in ENGINES:
-        layout = ENGINE_LAYOUT[engine]
+        layout = ENGINE_OF[engine]
         fault = Fault("", "", Good("", layout, spec, (engine,)), change)
         head = fault.write(folder / engine)
         report = validate(Folder(head), fault.wish(head), say=lambda _: None)

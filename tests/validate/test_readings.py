@@ -10,9 +10,10 @@ from support.heads import GQA, MLA, TARGET, random_slots, write_head
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import Hints
-from kconv.convert.facts import FACTS, Candidate, Fact, find_undecided
 from kconv.convert.read import read_head, read_weights
 from kconv.drafters.chain import Acceptance
+from kconv.drafters.eagle3 import FACTS
+from kconv.drafters.facts import Candidate, Fact, find_undecided
 from kconv.drafters.forward import DraftHead
 from kconv.drafters.spec import Rope
 from kconv.engines import BY_NAME
@@ -143,7 +144,7 @@ def test_a_new_open_fact_is_one_row(tmp_path, monkeypatch):
     )  # fmt: skip
     monkeypatch.setitem(FACTS, fact.name, fact)
     (undecided,) = find_undecided(
-        [Problem("K999", "error", "config.json", "no epsilon", "Pass --eps.")], {}, Hints(), {}
+        FACTS, [Problem("K999", "error", "config.json", "no epsilon", "Pass --eps.")], {}, Hints(), {}
     )
     assert undecided.phrases == ["1e-05: Llama", "2.5e-06: nobody"]
     head = read_head(open_checkpoint(write_head(tmp_path / "head", BY_NAME["vllm"], MLA, random_slots(MLA))))

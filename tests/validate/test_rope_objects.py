@@ -13,9 +13,9 @@ from support.good_heads import Good
 from support.heads import GQA, MLA
 
 from kconv.checkpoint.source import Folder
-from kconv.convert.rope import read_rope
+from kconv.drafters.rope_keys import read_rope
 from kconv.drafters.spec import HeadSpec, Rope
-from kconv.validate.rules.head import ENGINE_LAYOUT
+from kconv.validate.rules.head import ENGINE_OF
 from kconv.validate.rules.rule import ENGINES, SGLANG, TRTLLM, VLLM
 from kconv.validate.rules.table import all_rules
 from kconv.validate.run import validate
@@ -28,7 +28,7 @@ def find(rule: str, spec: HeadSpec, change: Change, folder: Path) -> set[str]:
     """Return the engines to which a rule speaks of a head with a change."""
     found = set()
     for engine in ENGINES:
-        fault = Fault("", rule, Good("", ENGINE_LAYOUT[engine], spec, (engine,)), change)
+        fault = Fault("", rule, Good("", ENGINE_OF[engine], spec, (engine,)), change)
         head = fault.write(folder / engine)
         found |= {engine for f in validate(Folder(head), fault.wish(head)).findings if f.rule == rule}
     return found

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...convert.captured import default_outputs
+from ...drafters.captured import default_outputs
+from ...drafters.keys import CONVENTION, IDS, INPUTS, NESTED, TOP
 from ...engines.common import as_outputs
-from ...engines.keys import CONVENTION, IDS, INPUTS, NESTED, TOP
 from ...engines.registry import engines
 from ...engines.sglang import DEEPSEEKS
 from .head import HeadSubject, listed_ids

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
+from ...drafters.eagle3 import KEYS
+from ...drafters.keys import Key
 from ...drafters.spec import Mla
-from ...engines.keys import COMMON, Key
 from ...engines.registry import engines
 from .head import HeadSubject
 from .identity import is_speculators
@@ -38,7 +39,7 @@ def _places(key: Key) -> dict[tuple[str, ...], tuple[str, ...]]:
     return found
 
 
-PLACES = tuple(Place(key.names + key.also, names, read) for key in COMMON for read, names in _places(key).items())
+PLACES = tuple(Place(key.names + key.also, names, read) for key in KEYS for read, names in _places(key).items())
 
 
 def flag_not_read(subject: HeadSubject) -> Iterator[Found]:

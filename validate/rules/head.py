@@ -13,14 +13,15 @@ from ...checkpoint.folder import Checkpoint
 from ...checkpoint.header import TensorInfo
 from ...checkpoint.manifest import Hints
 from ...checkpoint.values import FLOAT_BITS, Values
-from ...convert.captured import EAGLE
 from ...convert.read import Head, HeadReading, read, rows_of
 from ...convert.shared import SharedTensors
+from ...drafters.base import Drafter
+from ...drafters.captured import EAGLE
+from ...drafters.registry import drafters
 from ...drafters.slots import needs
-from ...drafters.spec import HeadSpec
 from ...engines.common import listed_ids as listed_ids
 from ...engines.layout import Layout, Stored
-from ...engines.registry import by_name, engines, layouts, runners_of
+from ...engines.registry import engines, layouts, own_layouts, runners_of
 from ...errors import KconvError, Problem
 from ...targets.config import TargetConfig
 from .rule import ENGINES, Subject
@@ -28,9 +29,9 @@ from .rule import ENGINES, Subject
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Which table describes what an engine reads, and which engines a layout is for. Trainers' own layouts are for none, so
+# Which engine a runner is part of, and which engines a layout is for. Trainers' own layouts are for none, so
 # they are checked against all of them.
-ENGINE_LAYOUT = {runner: engine.layout.name for engine in engines() for runner in engine.runner_names}
+ENGINE_OF = {runner: engine.name for engine in engines() for runner in engine.runner_names}
 WRITTEN_FOR: Mapping[str, tuple[str, ...]] = {
     layout.name: tuple(name for name in ENGINES if name in found)
     for layout in layouts()
@@ -72,6 +73,13 @@ class HeadSubject(Subject):
         return self.reading.layout
 
     @property
+    def drafter(self) -> Drafter | None:
+        """The head's family, if its layout or its marks show it."""
+        if self.layout is not None:
+            return self.layout.drafter
+        return next((one for one in drafters() if one.marks(self.config, self.tensors)), None)
+
+    @property
     def flat(self) -> Mapping[str, Any]:
         """The config in the common keys; unchanged if it cannot be converted to them."""
         return self.reading.config
@@ -97,8 +105,8 @@ class HeadSubject(Subject):
         return bool(self.flat.get("kv_lora_rank")) or any(".kv_b_proj." in name for name in self.tensors)
 
     @property
-    def spec(self) -> HeadSpec | None:
-        """The head's spec; if its captured layers are unknown, it has as many as fc has room for."""
+    def spec(self) -> Any:
+        """The head's spec, None if unknown; if its captured layers are unknown, it has as many as fc has room for."""
         return self.reading.spec
 
     @property
@@ -171,11 +179,15 @@ def wanted_values(checkpoint: Checkpoint) -> list[Wanted]:
 
 
 def engines_of(layout: Layout | None) -> tuple[str, ...]:
-    """Return the engines that a layout is written for; all of them for a trainer's own layout, or for none."""
-    return WRITTEN_FOR.get(layout.name, ENGINES) if layout else ENGINES
+    """Return the engines that a layout is written for; all that have one of its family for a trainer's own layout."""
+    if layout is None:
+        return ENGINES
+    of_family = [one for one in engines() if any(x.drafter is layout.drafter for x in own_layouts(one))]
+    return WRITTEN_FOR.get(layout.name) or tuple(name for one in of_family for name in one.runner_names)
 
 
-def engine_layouts(asked: Iterable[str]) -> dict[str, Layout]:
-    """Return these engines' tables by engine, vLLM's two runners as one."""
-    known = {ENGINE_LAYOUT[engine]: engine for engine in sorted(asked)}
-    return {engine: by_name(name) for name, engine in known.items()}
+def engine_layouts(asked: Iterable[str], drafter: Drafter) -> dict[str, Layout]:
+    """Return these engines' tables for a family by engine, vLLM's two runners as one."""
+    known = {ENGINE_OF[engine]: engine for engine in sorted(asked)}
+    found = {one.name: own_layouts(one) for one in engines() if one.name in known}
+    return {known[name]: x for name, layouts in found.items() for x in layouts if x.drafter is drafter}

@@ -7,15 +7,18 @@ from dataclasses import replace
 
 from ...checkpoint.header import FLOAT_DTYPES
 from ...engines.layout import Limit
-from ...engines.registry import engines
+from ...engines.registry import engines, own_layouts
 from .head import HeadSubject
 from .rule import Found, Rule
 
-LIMITS = tuple(dict.fromkeys(limit for engine in engines() for limit in engine.layout.limits))
+OWN = {engine: own_layouts(engine) for engine in engines()}
+LIMITS = tuple(dict.fromkeys(limit for own in OWN.values() for layout in own for limit in layout.limits))
 
 
 def _rule(limit: Limit) -> Rule[HeadSubject]:
-    concerned = tuple(name for engine in engines() if limit in engine.layout.limits for name in engine.runner_names)
+    of = {engine: [layout for layout in own if limit in layout.limits] for engine, own in OWN.items()}
+    concerned = tuple(name for engine, found in of.items() if found for name in engine.runner_names)
+    families = tuple(dict.fromkeys(layout.drafter.name for found in of.values() for layout in found))
 
     def check(subject: HeadSubject) -> Iterator[Found]:
         if subject.spec is None:
@@ -28,7 +31,7 @@ def _rule(limit: Limit) -> Rule[HeadSubject]:
 
     # vLLM's own name begins with a small letter.
     sentence = f"{limit.what}." if limit.what.startswith("vLLM") else f"{limit.what[0].upper()}{limit.what[1:]}."
-    return Rule(limit.id, limit.name, "error", sentence, limit.fix, check, concerned, limit.source)
+    return Rule(limit.id, limit.name, "error", sentence, limit.fix, check, concerned, limit.source, drafters=families)
 
 
 RULES = tuple(map(_rule, LIMITS))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...convert.rope import PLACES, read_rope, stated_places
+from ...drafters.rope_keys import PLACES, read_rope, stated_places
 from ...drafters.spec import Gqa, HeadSpec, Rope, Yarn
 from ...engines import vllm
 from ...engines.base import UNSTATED_POSITIONS, rows_as_stated, unlimited

@@ -8,6 +8,8 @@ from typing import Any, Generic, TypeVar
 
 from ...checkpoint.folder import Checkpoint
 from ...checkpoint.header import TensorInfo
+from ...drafters.base import Drafter
+from ...drafters.eagle3 import EAGLE3
 from ...engines import sglang, trtllm, vllm
 from ...engines.base import Engine
 from ...engines.registry import engines, runners
@@ -19,6 +21,7 @@ from ..report import Finding
 VLLM_V1, VLLM_V2 = VLLM = vllm.ENGINE.runner_names
 (SGLANG,), (TRTLLM,) = sglang.ENGINE.runner_names, trtllm.ENGINE.runner_names
 ENGINES = runners()
+EVERY_FAMILY: tuple[str, ...] = ()
 
 
 def readers(keys: Callable[[Engine], Iterable[str]]) -> dict[str, tuple[str, ...]]:
@@ -73,6 +76,11 @@ class Subject:
         return self.checkpoint.tensors
 
     @property
+    def drafter(self) -> Drafter | None:
+        """The family of a drafter, if known."""
+        return None
+
+    @property
     def problems(self) -> Sequence[Problem]:
         """Problems found while reading it, by the ids of rules."""
         return ()
@@ -101,6 +109,7 @@ class Rule(Generic[S]):
         values: whether it reads weights.
         says_fix: whether a problem's own fix is more specific than `fix`.
         versions: the engine releases for which it holds, if these differ from `Engine.release`.
+        drafters: the families for which it holds; `EVERY_FAMILY` for all. A problem of reading is any family's.
     """
 
     id: str
@@ -114,6 +123,7 @@ class Rule(Generic[S]):
     values: bool = False
     says_fix: bool = False
     versions: str = ""
+    drafters: tuple[str, ...] = (EAGLE3.name,)
 
     def finding(self, found: Found, asked: Iterable[str] = ENGINES) -> Finding:
         """Return the findings in a report's form, for the engines requested among its own."""
@@ -141,6 +151,8 @@ def run_rules(rules: Iterable[Rule[S]], subject: S) -> Iterator[Finding]:
         if one.engines and not subject.engines.intersection(one.engines):
             continue
         if one.values and not subject.with_values:
+            continue
+        if one.check and one.drafters and subject.drafter and subject.drafter.name not in one.drafters:
             continue
         if one.check is None:
             for problem in subject.problems:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+from ...drafters.registry import drafters
 from ...errors import (
     ConfigInvalid,
     ConfigUnsupported,
@@ -35,7 +37,14 @@ from .target import TargetSubject
 
 OF_HEADS = (config, tensors, captured, rope, vocabulary, identity, quantized_head, values, limits)
 OF_TARGETS = (nvfp4, nvfp4_config)
-HEAD_RULES: tuple[Rule[HeadSubject], ...] = tuple(one for subject in OF_HEADS for one in subject.RULES)
+# A family's own, by its title.
+OF_FAMILIES: dict[str, tuple[Rule[HeadSubject], ...]] = {
+    family.title: tuple(replace(one, drafters=(family.name,)) for one in family.rules()) for family in drafters()
+}
+HEAD_RULES: tuple[Rule[HeadSubject], ...] = (
+    *(one for subject in OF_HEADS for one in subject.RULES),
+    *(one for own in OF_FAMILIES.values() for one in own),
+)
 # For a target's checkpoint, quantized or not.
 TARGET_RULES: tuple[Rule[TargetSubject], ...] = tuple(one for subject in OF_TARGETS for one in subject.RULES)
 # The subject of each file of rules, for a report's table.
@@ -53,7 +62,7 @@ SUBJECTS: dict[str, tuple[Rule[Any], ...]] = {
     "NVFP4 tensors": nvfp4.RULES,
     "NVFP4 config": nvfp4_config.RULES,
     OF_COMPARISON: comparisons.RULES,
-}
+} | {title: own for title, own in OF_FAMILIES.items() if own}
 OF_TARGET = frozenset(("NVFP4 tensors", "NVFP4 config"))
 EVERY_RULE: tuple[Rule[Any], ...] = (*HEAD_RULES, *TARGET_RULES, *comparisons.RULES)
 BY_ID: dict[str, Rule[Any]] = {one.id: one for one in sorted(EVERY_RULE, key=lambda one: one.id)}

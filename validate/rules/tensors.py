@@ -12,7 +12,7 @@ from ...drafters.contract import PREFIX, compare
 from ...engines.layout import Stored
 from ...errors import KconvError, Problem, TensorMissing, TensorUnknown
 from .head import HeadSubject, engine_layouts
-from .rule import ENGINES, SGLANG, VLLM, Found, Rule
+from .rule import ENGINES, EVERY_FAMILY, SGLANG, VLLM, Found, Rule
 
 SILENT = "https://github.com/vllm-project/speculators/issues/1114"
 FLAGS = "https://github.com/vllm-project/vllm/pull/42143"
@@ -32,7 +32,7 @@ def _read_by(
     """Yield what an engine would miss, or not know, in a head that is complete in its own layout."""
     if subject.spec is None or subject.layout is None or subject.reading.misfits:
         return
-    for engine, layout in engine_layouts(subject.engines.intersection(engines)).items():
+    for engine, layout in engine_layouts(subject.engines.intersection(engines), subject.layout.drafter).items():
         if subject.layout.name in (layout.name, "portable"):
             continue
         rows = subject.rows_in(layout)
@@ -292,6 +292,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         engines=ENGINES,
         seen_in="https://github.com/NVIDIA/Model-Optimizer/issues/628",
         check=name_not_read,
+        drafters=EVERY_FAMILY,
     ),
     Rule(
         "K132",
@@ -302,6 +303,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         engines=VLLM,
         seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/utils.py#L458",
         check=name_refused,
+        drafters=EVERY_FAMILY,
     ),
     Rule(
         "K133",

@@ -16,7 +16,7 @@ from ...drafters.contract import FLOATS
 from ...drafters.slots import needs
 from ...errors import KconvError
 from .head import HeadSubject, engine_layouts
-from .rule import SGLANG, TRTLLM, Found, Rule
+from .rule import EVERY_FAMILY, SGLANG, TRTLLM, Found, Rule
 
 # Norms of rows and columns that spread by at most this much more than those of independent numbers.
 LIKENESS = 0.5
@@ -188,10 +188,10 @@ def rows_displaced(subject: HeadSubject) -> Iterator[Found]:
 
 def _replaced(subject: HeadSubject) -> dict[str, str]:
     """Return the head's own slots for which engines use the target's tensor, with these engines."""
-    if subject.spec is None:
+    if subject.spec is None or subject.layout is None:
         return {}
     engines: dict[str, list[str]] = {}
-    for engine, layout in engine_layouts(subject.engines).items():
+    for engine, layout in engine_layouts(subject.engines, subject.layout.drafter).items():
         for slot in layout.replaces.keys() & subject.slots.keys():
             if needs(subject.spec)[slot].slot.absent_when(subject.spec):
                 engines.setdefault(slot, []).append(engine)
@@ -207,6 +207,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         fix="Export the head again from a checkpoint before the loss broke.",
         values=True,
         check=not_finite,
+        drafters=EVERY_FAMILY,
     ),
     Rule(
         "K202",
@@ -217,6 +218,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         seen_in="https://github.com/vllm-project/speculators/issues/358",
         values=True,
         check=all_zero,
+        drafters=EVERY_FAMILY,
     ),
     Rule(
         "K203",
@@ -227,6 +229,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         seen_in="https://github.com/vllm-project/speculators/issues/1114",
         values=True,
         check=norm_of_ones,
+        drafters=EVERY_FAMILY,
     ),
     Rule(
         "K204",
@@ -237,6 +240,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         seen_in="https://github.com/sgl-project/sglang/issues/27829",
         values=True,
         check=lm_head_untrained,
+        drafters=EVERY_FAMILY,
     ),
     Rule(
         "K205",
@@ -246,6 +250,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         fix="Remove the rows with d2t, or fill them so that they never win (kconv vocab HEAD OUT --expand).",
         values=True,
         check=rows_never_filled,
+        drafters=EVERY_FAMILY,
     ),
     Rule(
         "K210",
@@ -270,6 +275,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/speculative/eagle_worker_v2.py#L353-L363",
         values=True,
         check=embedding_replaced,
+        drafters=EVERY_FAMILY,
     ),
     Rule(
         "K214",
@@ -282,6 +288,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         engines=(SGLANG, TRTLLM),
         values=True,
         check=embedding_not_compared,
+        drafters=EVERY_FAMILY,
     ),
     Rule(
         "K217",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from .head import HeadSubject
-from .rule import ENGINES, SGLANG, TRTLLM, VLLM, Found, Rule
+from .rule import ENGINES, EVERY_FAMILY, SGLANG, TRTLLM, VLLM, Found, Rule
 
 if TYPE_CHECKING:
     from ...drafters.vocab import Reading
@@ -146,6 +146,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         seen_in="https://github.com/NVIDIA-NeMo/Automodel/pull/2447",
         values=True,
         check=d2t_zeros,
+        drafters=EVERY_FAMILY,
     ),
     Rule(
         "K175",
@@ -156,6 +157,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         seen_in="https://github.com/SafeAILab/EAGLE/issues/222",
         values=True,
         check=d2t_absolute,
+        drafters=EVERY_FAMILY,
     ),
     Rule(
         "K176",
@@ -183,6 +185,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         fix=REBUILD,
         values=True,
         check=t2d_contradicts,
+        drafters=EVERY_FAMILY,
     ),
     Rule(
         "K179",
@@ -192,6 +195,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         fix="Run kconv vocab HEAD --target T, which compares lm_head's rows with the target's.",
         values=True,
         check=d2t_undecided,
+        drafters=EVERY_FAMILY,
     ),
     Rule(
         "K180",
@@ -201,6 +205,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         fix="Give the target that the head was trained on.",
         seen_in="https://github.com/vllm-project/vllm/issues/50158",
         check=not_the_targets_vocabulary,
+        drafters=EVERY_FAMILY,
     ),
     Rule(
         "K181",
@@ -210,6 +215,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         fix="Give the target that the head was trained on, or state target_hidden_size.",
         seen_in="https://github.com/vllm-project/vllm/issues/24967",
         check=not_the_targets_width,
+        drafters=EVERY_FAMILY,
     ),
     Rule(
         "K182",

@@ -1,23 +1,18 @@
-"""The facts that a head's files may leave open: one row each, by which they are read, stated, measured and shown."""
+"""A fact that a drafter's files may leave open: one row, by which it is read, stated, measured and shown."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from ..checkpoint.header import TensorInfo
 from ..checkpoint.manifest import FactValue, Hints
-from ..drafters.spec import HeadSpec
 from ..errors import Problem
-from ..targets.config import TargetConfig
-from .captured import UNDECIDED, default_formula, readings
-from .rope import DEFAULT_THETA, states_theta
+from .base import Config, Names, Spec
+from .rope_keys import DEFAULT_THETA
 
-Config = Mapping[str, Any]
-Names = Mapping[str, TensorInfo]
 # A decoder layer in a tensor's name: its number, or none if the layout has only one layer.
 LAYER = re.compile(r"(?:^|\.)(?:mid)?layers?\.(?:(\d+)\.)?")
 # The rule about a number of layers that is the target's.
@@ -34,7 +29,16 @@ class Candidate:
     why: str
 
 
-def _no_rivals(spec: HeadSpec, target: TargetConfig) -> tuple[FactValue, ...]:
+class Target(Protocol):
+    """What a fact asks of the target."""
+
+    @property
+    def rope(self) -> Mapping[str, Any]:
+        """Its keys of RoPE, in the spelling of its config."""
+        ...
+
+
+def _no_rivals(spec: Spec, target: Target) -> tuple[FactValue, ...]:
     return ()
 
 
@@ -48,10 +52,11 @@ class Fact:
         hint: the field of `Hints` by which the user states it.
         line: the line of `kconv inspect` in which it stands.
         read: takes its value from a spec.
-        candidates: returns its possible values, for a config in the keys of `engines.keys`.
+        candidates: returns its possible values, for a config in the keys of `drafters.keys`.
         put: returns a spec with another value; None if no measurement can decide the fact.
         rivals: returns values to measure besides the candidates.
-        stated: whether a config states it; None if nothing rests on a hint, or `convert.captured` says so.
+        stated: whether a config states it; None if nothing rests on a hint, or `drafters.captured` says so.
+        fills: whether its hint stands in for the config key of its name, whose default, if any, needs no other value.
         words: the fact in words, with `{}` for its value.
         beside: the values of other hints when this one is set.
     """
@@ -60,11 +65,12 @@ class Fact:
     code: str
     hint: str
     line: str
-    read: Callable[[HeadSpec], FactValue]
+    read: Callable[[Any], FactValue]
     candidates: Callable[[Config, Hints, Names], Sequence[Candidate]]
-    put: Callable[[HeadSpec, Any], HeadSpec] | None = None
-    rivals: Callable[[HeadSpec, TargetConfig], Sequence[FactValue]] = _no_rivals
+    put: Callable[[Any, Any], Any] | None = None
+    rivals: Callable[[Any, Target], Sequence[FactValue]] = _no_rivals
     stated: Callable[[Config], bool] | None = None
+    fills: bool = False
     words: str = "{}"
     beside: Mapping[str, FactValue | str] = field(default_factory=dict)
 
@@ -89,7 +95,15 @@ def phrase(fact: str, value: FactValue) -> str:
 
     A manifest may name a fact that this version does not know.
     """
-    return (FACTS[fact].words if fact in FACTS else "{}").format(json.dumps(value))
+    known = find_fact(fact)
+    return (known.words if known else "{}").format(json.dumps(value))
+
+
+def find_fact(name: str) -> Fact | None:
+    """Return a fact of any family; None if none has it."""
+    from .registry import drafters
+
+    return next((one.facts[name] for one in drafters() if name in one.facts), None)
 
 
 def stored_layers(names: Iterable[str]) -> int:
@@ -98,74 +112,9 @@ def stored_layers(names: Iterable[str]) -> int:
     return len(found)
 
 
-def _captured(config: Config, hints: Hints, names: Names) -> Sequence[Candidate]:
-    found = [Candidate(one.ids, one.how) for one in readings(config, hints, names)]
-    return found or [Candidate(None, default_formula())]
-
-
-def _neighbors(spec: HeadSpec, target: TargetConfig) -> Sequence[FactValue]:
-    """Return the layers one early and one late: the difference between layer inputs and outputs."""
-    return [tuple(layer + by for layer in spec.captured) for by in (-1, 1)]
-
-
-def _bases(spec: HeadSpec, target: TargetConfig) -> Sequence[FactValue]:
-    own = target.rope.get("rope_theta")
-    if isinstance(own, (int, float)) and not isinstance(own, bool) and own > 0:
-        return [float(own), *BASES]
-    return BASES
-
-
-FACTS = {
-    fact.name: fact
-    for fact in (
-        Fact(
-            "captured",
-            UNDECIDED,
-            hint="captured",
-            line="captured",
-            read=lambda spec: spec.captured,
-            candidates=_captured,
-            put=lambda spec, value: replace(spec, captured=value),
-            rivals=_neighbors,
-            words="outputs of layers {}",
-            beside={"captured_are": "outputs"},
-        ),
-        Fact(
-            "rope_theta",
-            "K162",
-            hint="rope_theta",
-            line="rope",
-            read=lambda spec: spec.rope.theta,
-            candidates=lambda *_: [Candidate(DEFAULT_THETA, "the default of trainers and of LlamaConfig")],
-            put=lambda spec, value: replace(spec, rope=replace(spec.rope, theta=value)),
-            rivals=_bases,
-            stated=states_theta,
-        ),
-        Fact(
-            "norm_before_residual",
-            "K015",
-            hint="norm_before_residual",
-            line="norms",
-            read=lambda spec: spec.norms.before_residual,
-            candidates=lambda *_: [Candidate(False, "the speculators library"), Candidate(True, "vLLM")],
-            put=lambda spec, value: replace(spec, norms=replace(spec.norms, before_residual=value)),
-            stated=lambda config: config.get("norm_before_residual") is not None,
-        ),
-        Fact(
-            "num_hidden_layers",
-            TARGETS_DEPTH,
-            hint="layers",
-            line="layers",
-            read=lambda spec: spec.layers,
-            candidates=lambda config, hints, names: [Candidate(stored_layers(names), "the number stored")],
-        ),
-    )
-}
-
-
-def measurable() -> list[Fact]:
+def measurable(facts: Mapping[str, Fact]) -> list[Fact]:
     """Return the facts that a measurement can decide."""
-    return [fact for fact in FACTS.values() if fact.put is not None]
+    return [fact for fact in facts.values() if fact.put is not None]
 
 
 @dataclass(frozen=True)
@@ -173,7 +122,7 @@ class Undecided:
     """A fact that a head's files leave open.
 
     Attributes:
-        fact: its name in `FACTS`.
+        fact: its name.
         what: one sentence that says what the files hold.
         candidates: the possible values.
         decide: what would decide it, as an imperative sentence.
@@ -192,16 +141,19 @@ class Undecided:
         ]
 
 
-def find_undecided(problems: Sequence[Problem], config: Config, hints: Hints, names: Names) -> tuple[Undecided, ...]:
+def find_undecided(
+    facts: Mapping[str, Fact], problems: Sequence[Problem], config: Config, hints: Hints, names: Names
+) -> tuple[Undecided, ...]:
     """Return the facts that a head's files leave open, each once.
 
     Args:
+        facts: the family's.
         problems: the problems found while reading.
-        config: in the keys of `engines.keys`.
+        config: in the keys of `drafters.keys`.
         hints: the user's options.
         names: the names of its tensors.
     """
-    by_code = {fact.code: fact for fact in FACTS.values()}
+    by_code = {fact.code: fact for fact in facts.values()}
     found = {problem.code: problem for problem in reversed(problems) if problem.code in by_code}
     return tuple(
         Undecided(by_code[code].name, problem.what, tuple(by_code[code].candidates(config, hints, names)), problem.fix)

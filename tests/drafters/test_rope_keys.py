@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from support.strategies import partial_ropes
 from transformers import LlamaConfig
 
-from kconv.convert.rope import read_rope
+from kconv.drafters.rope_keys import read_rope
 from kconv.drafters.spec import Linear, Llama3, Rope, Yarn
 from kconv.engines.config import write_rope
 from kconv.errors import ConfigInvalid, ConfigUnsupported

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..checkpoint.manifest import Hints
-from ..drafters.contract import Problems
-from ..engines.keys import CONVENTION, IDS, INPUTS, NESTED, OUTPUTS, TOP
 from ..errors import CapturedUndecided, ConfigInvalid, KconvError, Problem
+from .contract import Problems
+from .keys import CONVENTION, IDS, INPUTS, NESTED, OUTPUTS, TOP
 
 EAGLE = "eagle_config"
 # The rules about unknown captured layers, and about user options that contradict the head's own files.
@@ -96,7 +96,7 @@ def read_captured(config: Mapping[str, Any], hints: Hints, names: Iterable[str],
     """Decide which layers a head reads, as outputs of 0-based layers; None if a problem leaves it open.
 
     Args:
-        config: in the keys of `engines.keys`.
+        config: in the keys of `drafters.keys`.
         hints: the user's options.
         names: the names of its tensors.
         problems: the list to which problems are added.
@@ -144,7 +144,7 @@ def readings(config: Mapping[str, Any], hints: Hints, names: Iterable[str] = ())
     """Return every possible reading of a head's captured layers, the decided one first.
 
     Args:
-        config: in the keys of `engines.keys`.
+        config: in the keys of `drafters.keys`.
         hints: the user's options; the target's depth rules out layers that it does not have.
         names: the names of its tensors.
 
@@ -390,7 +390,7 @@ def saved_by(config: Mapping[str, Any], eagle_config: Mapping[str, Any], names: 
     """Return who may have shifted a list.
 
     Args:
-        config: in the keys of `engines.keys`.
+        config: in the keys of `drafters.keys`.
         eagle_config: the config's own.
         names: the names of the head's tensors.
 

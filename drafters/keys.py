@@ -1,10 +1,13 @@
-"""The config keys of draft heads, as data."""
+"""The keys of a drafter's config, as data, and how a value is checked."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from ..errors import ConfigInvalid
+from .spec import Gqa, Mla
 
 Values = Mapping[str, Any]
 
@@ -21,7 +24,7 @@ class Key:
     """Where a config holds one field of the spec.
 
     Attributes:
-        field: dotted path of the field in `HeadSpec`.
+        field: dotted path of the field in the family's spec.
         names: dotted paths in config.json. Reading takes those that exist and refuses a contradiction; writing fills
             each of them, since engines look in different places.
         kind: "count" (positive int), "depth" (a count of layers), "vocabulary" (a count of tokens), "fraction" (a
@@ -49,7 +52,7 @@ class ConfigTable:
             read, and not copied.
         must_state: keys whose absence could be read in two ways, with the sentence that says so.
         adapt: returns replacements for keys whose values differ from what the head was trained with.
-        trained: what the layout's trainer uses for facts (`convert.facts`) that the config does not state.
+        trained: what the layout's trainer uses for facts (`drafters.facts`) that the config does not state.
     """
 
     nested: str = ""
@@ -60,43 +63,21 @@ class ConfigTable:
     trained: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _off(_: Values) -> bool:
+def off(_: Values) -> bool:
+    """Return the default of a flag."""
     return False
 
 
-def _none(_: Values) -> None:
-    return None
+def none(_: Values) -> None:
+    """Return the default of a token."""
+    return
 
-
-COMMON = (
-    Key("hidden", ("hidden_size",), "count"),
-    Key("target_hidden", ("target_hidden_size",), "count", lambda v: v["hidden"]),
-    Key("intermediate", ("intermediate_size",), "count"),
-    Key("layers", ("num_hidden_layers",), "depth"),
-    Key("vocab", ("vocab_size",), "vocabulary"),
-    # ModelOpt's kimik2 template omits the key even when it exports a reduced vocabulary:
-    # https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/export/plugins/hf_spec_configs.py#L58
-    Key("draft_vocab", ("draft_vocab_size",), "vocabulary", lambda v: v["lm_head_rows"] or v["vocab"]),
-    Key("eps", ("rms_norm_eps",), "fraction"),
-    Key("mlp_bias", ("mlp_bias",), "flag", _off),
-    Key("fc_bias", ("bias",), "flag", _off),
-    Key("norms.before_residual", ("norm_before_residual",), "flag", _off),
-    # TensorRT-LLM reads it inside eagle_config only, vLLM in either place.
-    Key("norms.before_fc", ("norm_before_fc", "eagle_config.norm_before_fc"), "flag", _off),
-    # The second name is SGLang's older one.
-    Key("norms.fc", ("fc_norm",), "flag", _off, also=("use_aux_norm",)),
-    # The second name is TensorRT-LLM's older one.
-    Key("norms.output", ("norm_output", "eagle_config.return_hidden_post_norm"), "flag", _off),
-    Key("tokens.bos", ("bos_token_id",), "token", _none),
-    Key("tokens.eos", ("eos_token_id",), "token", _none),
-    Key("tokens.pad", ("pad_token_id",), "token", _none),
-)
 
 GQA = (
     Key("attention.heads", ("num_attention_heads",), "count"),
     Key("attention.kv_heads", ("num_key_value_heads",), "count", lambda v: v["attention.heads"]),
     Key("attention.head_dim", ("head_dim",), "count", lambda v: v["hidden"] // v["attention.heads"]),
-    Key("attention.bias", ("attention_bias",), "flag", _off),
+    Key("attention.bias", ("attention_bias",), "flag", off),
 )
 
 MLA = (
@@ -109,52 +90,7 @@ MLA = (
     Key("attention.v_head_dim", ("v_head_dim",), "count"),
 )
 
-# Keys that change what a head computes, and the only values that kconv supports. Any other value is refused.
-FIXED: Mapping[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "tie_word_embeddings": (False, None),
-    "quantization_config": (None,),
-    "logit_scale": (1, None),
-    "use_sliding_window": (False, None),
-    "qkv_bias": (False, None),
-    "rope_interleave": (True, None),
-    # Kimi K3's draft heads are trained without RoPE; vLLM's and SGLang's Eagle3 classes ignore the key and apply RoPE:
-    # https://github.com/lightseekorg/TorchSpec/blob/a31111ee47e5815638d9a830d79c34eb4f5c4502/configs/draft_models/kimi_k3_eagle3_mla.json#L19
-    "mla_use_nope": (False, None),
-    # RoPE under names that vLLM or TensorRT-LLM reads (RopeParams.from_config). TensorRT-LLM even takes rotary_emb_base
-    # for the number of rotary dims, and lets a top-level original_max_position_embeddings win:
-    # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/transformers_utils/config.py#L627-L637
-    # https://github.com/NVIDIA/TensorRT-LLM/blob/b386a7fff981548964f58eb5f7e2a8e015c661bb/tensorrt_llm/_torch/attention/backends/interface.py
-    "rotary_pct": (1, None),
-    "rotary_emb_fraction": (1, None),
-    "rotary_dim": (None,),
-    "rotary_emb_base": (None,),
-    "original_max_position_embeddings": (None,),
-    # https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/llama.py#L335
-    "rope_is_neox_style": (True,),
-    # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/llama.py#L280
-    "is_causal": (True,),
-    # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/deepseek_v2.py#L1138
-    "index_topk": (None,),
-    "eagle_config.use_aux_hidden_state": (True, None),
-    "eagle_config.use_input_layernorm_in_first_layer": (True, None),
-    "eagle_config.use_last_layernorm": (True, None),
-    "eagle_config.use_mtp_layernorm": (False, None),
-    "eagle_config.next_layer_regular": (True, None),
-    "eagle_config.eh_proj_before_attn": (False, None),
-    "eagle_config.parallel_draft_step": (1, None),
-    "eagle_config.parallel_draft_heads_num_layers": (1, None),
-}
-
-# Read elsewhere: RoPE (convert.rope), captured layers (convert.captured), identity, dtype.
-ELSEWHERE = frozenset(
-    """
-    architectures model_type dtype torch_dtype rope_theta rope_scaling rope_parameters
-    partial_rotary_factor max_position_embeddings num_aux_hidden_states
-    eagle_aux_hidden_state_layer_ids eagle_config.eagle_aux_hidden_state_layer_ids
-    eagle_config.aux_hidden_state_layer_ids_are aux_hidden_state_layer_ids_are kv_lora_rank sliding_window layer_types
-    """.split()
-)
+ATTENTION: Mapping[type, tuple[Key, ...]] = {Gqa: GQA, Mla: MLA}
 
 # Keys that transformers writes into every config, and the mixture-of-experts keys that ModelOpt's kimik2 template
 # copies although a head's MLP is dense. Nothing in a draft head depends on them.
@@ -175,3 +111,64 @@ BALLAST = frozenset(
     num_nextn_predict_layers routed_scaling_factor scoring_func topk_group topk_method qk_head_dim
     """.split()
 )
+
+
+def checked(name: str, value: Any, kind: str, key: str = "") -> Any:
+    """Return a key's value, with a list as a tuple.
+
+    Args:
+        name: the key's name, for the message.
+        value: the value in the config.
+        kind: see `drafters.keys.Key`.
+        key: its place, if that differs from its name.
+
+    Raises:
+        ConfigInvalid: the value is not of its kind.
+    """
+    right, phrase = KINDS[kind]
+    if not right(value):
+        raise ConfigInvalid(
+            f"{name} is {value!r}, not {phrase}",
+            where=f"config.json: {key or name}",
+            fix="Correct the key.",
+            code="K012",
+        )
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+ABSENT = object()
+# Limits that no head ever exceeded: a larger value is a mistake or an attack.
+MAX_VOCAB, LEAST_POSITIONS, MAX_EPS = 1 << 24, 8, 0.1
+# Far above any draft head; each layer's tensors are listed one by one, so a billion layers would never end.
+MAX_LAYERS = 1000
+KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "count": (lambda v: _is_int(v) and 0 < v < 2**31, "a positive number"),
+    "depth": (lambda v: _is_int(v) and 0 < v <= MAX_LAYERS, f"a number of layers up to {MAX_LAYERS}"),
+    # The largest known target has 262,208; until it is checked, the number that decides an allocation is untrusted.
+    "vocabulary": (lambda v: _is_int(v) and 0 < v <= MAX_VOCAB, f"a number of tokens up to {MAX_VOCAB:,}"),
+    "positions": (
+        lambda v: _is_int(v) and LEAST_POSITIONS <= v < 2**31,
+        f"a context of {LEAST_POSITIONS} tokens or more",
+    ),
+    "fraction": (lambda v: isinstance(v, (int, float)) and 0 < v <= MAX_EPS, f"a number between 0 and {MAX_EPS}"),
+    "flag": (lambda v: isinstance(v, bool), "true or false"),
+    # Some configs use -1 for none.
+    "token": (
+        lambda v: all(_is_int(i) and -1 <= i < 2**31 for i in (v if isinstance(v, list) else [v])),
+        "a token id or a list of them",
+    ),
+}
+
+
+def find(config: Mapping[str, Any], path: str) -> Any:
+    """Return the value at a dotted path, `ABSENT` if there is none."""
+    place: Any = config
+    for part in path.split("."):
+        if not isinstance(place, Mapping) or part not in place:
+            return ABSENT
+        place = place[part]
+    return place

@@ -8,14 +8,32 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from ..drafters.contract import Problems
-from ..drafters.spec import Rope
-from ..engines.config import SCALINGS
 from ..errors import ConfigInvalid, ConfigUnsupported
+from .contract import Problems
+from .spec import Linear, Llama3, Rope, Yarn
 
 PLACES = ("rope_scaling", "rope_parameters")
 # The rule for every problem except contradictions.
 INVALID = "K161"
+
+# Where rope_scaling and rope_parameters hold each scaling's parameters.
+YARN = {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_max_positions",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+    "attention_factor": "attention_factor",
+}
+LLAMA3 = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_position_embeddings": "original_max_positions",
+}
+LINEAR = {"factor": "factor"}
+SCALINGS = {"yarn": (Yarn, YARN), "llama3": (Llama3, LLAMA3), "linear": (Linear, LINEAR)}
 
 # transformers 4's default, which engines use if neither spelling states a theta:
 # https://github.com/huggingface/transformers/blob/v4.57.1/src/transformers/models/llama/configuration_llama.py#L170

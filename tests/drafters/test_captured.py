@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from support.modelopt import default_aux_layers
 
 from kconv.checkpoint.manifest import Hints
-from kconv.convert.captured import decide
+from kconv.drafters.captured import decide
 from kconv.errors import CapturedUndecided, ConfigInvalid
 
 TOP = "eagle_aux_hidden_state_layer_ids"
