@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from ..checkpoint.schema import read_text
-from ..errors import KconvError, Severity
+from ..errors import KconvError
 from ..escape import code
-from ..validate.report import Finding
+from ..validate.report import SEVERITIES, Finding
+from ..validate.rules.rule import Found, Rule
 from .evidence import Evidence, cell
 from .facts import Facts
 from .front_matter import CARD, FrontMatter, read_card, read_front_matter, source_head
@@ -38,6 +39,8 @@ from .licenses import (
 NVIDIA_HEAD = re.compile(r"nvidia/.+-eagle3(-v\d+)?", re.IGNORECASE)
 # How a finding is resolved whose file kconv card writes.
 AGAIN = "Write the card again: kconv card DIR --force."
+COMPLETE = "Copy the complete file."
+OF_NVIDIA = LICENSES["nvidia-open-model-license"]
 # Datasets whose prompts belong to others, and the files that contain prompts.
 PROMPT_FILES = (".jsonl", ".parquet")
 KEPT_PROMPTS = "SPEED-Bench"
@@ -48,8 +51,6 @@ ENDORSED = (
     r"official (nvidia|moonshot( ai)?) (release|model|head)",
     r"in partnership with (nvidia|moonshot)",
 )
-LicenseFinding = tuple[Severity, str, str, str]
-"""Severity, where, message, fix."""
 
 
 @dataclass(frozen=True)
@@ -122,154 +123,200 @@ def _read(file: Path) -> str:
     return read_text(file, KconvError, fix=fix) if os.path.lexists(file) else ""
 
 
-def _nvidia(folder: LicensedFolder) -> Iterator[LicenseFinding]:
-    license = LICENSES["nvidia-open-model-license"]
+def _nvidia(folder: LicensedFolder) -> Iterator[Found]:
+    license = OF_NVIDIA
     if not (NVIDIA_HEAD.fullmatch(folder.source) or folder.license == license.id):
         return
     text = folder.text_of(license)
-    fix = (
-        f"Save {license.url}, and write the card again with it: kconv card DIR --force --license {license.id} "
-        "--license-file FILE."
-    )
     if text is None:
-        yield "error", license.file, f"a head under the {license.title} must include a copy of the agreement", fix
+        yield Found(license.file, f"a head under the {license.title} must include a copy of the agreement")
     elif digest_text(text.text) not in license.digests:
         message = "the agreement is an edition that kconv does not know, or was changed"
-        yield "warning", text.origin.name, message, f"Compare it with {license.url}."
+        yield Found(text.origin.name, message, f"Compare it with {license.url}.", severity="warning")
     if license.notice not in folder.notice.splitlines():
-        yield "error", NOTICE, f'it lacks the line "{license.notice}"', AGAIN
+        yield Found(NOTICE, f'it lacks the line "{license.notice}"', AGAIN)
 
 
-def _front(folder: LicensedFolder) -> Iterator[LicenseFinding]:
+def _front(folder: LicensedFolder) -> Iterator[Found]:
     front = folder.front
     if front.problem:
-        yield "error", CARD, f"no license is stated: {front.problem}", AGAIN
+        yield Found(CARD, f"no license is stated: {front.problem}", AGAIN)
     elif front.license in ("", "unknown"):
-        yield "error", CARD, "its front matter states no license", "State it: kconv card DIR --license ID --force."
+        yield Found(CARD, "its front matter states no license")
     elif front.license == "other":
         for key in ("license_name", "license_link"):
             if not getattr(front, key):
-                yield "error", CARD, f"license: other without {key}", "Name the license and add its text."
+                yield Found(CARD, f"license: other without {key}", "Name the license and add its text.")
     link = front.license_link
     if link and "://" not in link and not (folder.path / link).is_file():
-        yield "error", CARD, f"license_link points to {link}, which does not exist", "Put the license's text there."
+        message = f"license_link points to {link}, which does not exist"
+        yield Found(CARD, message, "Put the license's text there.")
 
 
-def _target(folder: LicensedFolder) -> Iterator[LicenseFinding]:
+def _target(folder: LicensedFolder) -> Iterator[Found]:
     license = of_target(folder.facts.license.target, folder.target)
     if license is None or not license.text or license.id == UNNAMED:
         return
     copied = folder.manifest.parameters_by_origin.copied_from_target if folder.manifest else 0
-    severity: Severity = "error" if copied else "warning"
+    severity = None if copied else "warning"
     why = f"holds {copied:,} of its target's parameters" if copied else "was trained on its target's answers"
     text = folder.text_of(license)
     if text is None:
-        yield (
-            severity,
-            license.file,
-            f"the head {why}, but the target's license is not in the folder",
-            "Write the card again with it: kconv card DIR --force --target TARGET, or, with the text in a file of that "
-            f"name, --license-file {TARGET_LICENSE}.",
-        )
+        message = f"the head {why}, but the target's license is not in the folder"
+        yield Found(license.file, message, severity=severity)
     elif copyright_in(text.text) is None:
-        yield severity, text.origin.name, "the target's license lacks its copyright line", "Copy the complete file."
+        message = "the target's license lacks its copyright line"
+        yield Found(text.origin.name, message, COMPLETE, severity=severity)
     name = attribution_in(text.text) if text else folder.facts.license.attribution
     if license.attribution and (not name or f'"{name}"' not in folder.notice):
         said = f'"{name}"' if name else "the name that the target's license requires"
         unknown = "Write the card again with the license's text, which has the name, as for the finding above."
-        yield severity, NOTICE, f"it does not say that large products show {said}", AGAIN if name else unknown
+        message = f"it does not say that large products show {said}"
+        yield Found(NOTICE, message, AGAIN if name else unknown, severity=severity)
 
 
-def _unnamed(folder: LicensedFolder) -> Iterator[LicenseFinding]:
+def _unnamed(folder: LicensedFolder) -> Iterator[Found]:
     if folder.license == UNNAMED and not (folder.texts or folder.facts.license.acknowledged):
-        yield (
-            "error",
-            CARD,
-            "the head's publisher names no license, so its terms of use are unknown",
-            "Ask the publisher, and write the card again with the answer: kconv card DIR --force --license ID "
-            "--license-file FILE. Or accept it in the facts: license.acknowledged.",
-        )
+        yield Found(CARD, "the head's publisher names no license, so its terms of use are unknown")
 
 
-def _notice_kept(folder: LicensedFolder) -> Iterator[LicenseFinding]:
+def _notice_kept(folder: LicensedFolder) -> Iterator[Found]:
     license = LICENSES.get(folder.license)
     if license is None or license.id not in ("mit", "apache-2.0"):
         return
     text = folder.text_of(license)
     if text is None:
-        yield (
-            "error",
-            license.file,
-            f"the {license.title} requires a copy of its text",
-            f"Write the card again with it: kconv card DIR --force --license {license.id} --license-file FILE.",
-        )
+        fix = f"Write the card again with it: kconv card DIR --force --license {license.id} --license-file FILE."
+        yield Found(license.file, f"the {license.title} requires a copy of its text", fix)
     elif license.id == "mit" and copyright_in(text.text) is None:
-        yield "error", text.origin.name, "the license lacks its copyright line", "Copy the complete file."
+        yield Found(text.origin.name, "the license lacks its copyright line")
 
 
-def _changes(folder: LicensedFolder) -> Iterator[LicenseFinding]:
+def _changes(folder: LicensedFolder) -> Iterator[Found]:
     manifest = folder.manifest
     if manifest is None:
         return
     for what in (f"kconv {manifest.kconv}", manifest.source, MANIFEST):
         if not any(form in folder.card for form in (what, code(what), cell(what))):
-            yield (
-                "error",
-                CARD,
-                f"it does not say that the files were changed: {what} is not named",
-                AGAIN,
-            )
+            yield Found(CARD, f"it does not say that the files were changed: {what} is not named")
 
 
-def _prompts(folder: LicensedFolder) -> Iterator[LicenseFinding]:
+def _prompts(folder: LicensedFolder) -> Iterator[Found]:
     if KEPT_PROMPTS not in folder.card:
         return
     for file in sorted(folder.path.rglob("*")):
         if file.suffix in PROMPT_FILES:
-            yield (
-                "error",
-                str(file.relative_to(folder.path)),
-                f"{KEPT_PROMPTS}'s license keeps prompts in",
-                "Remove the file from the folder.",
-            )
+            yield Found(str(file.relative_to(folder.path)), f"{KEPT_PROMPTS}'s license keeps prompts in")
 
 
-def _bases(folder: LicensedFolder) -> Iterator[LicenseFinding]:
+def _bases(folder: LicensedFolder) -> Iterator[Found]:
     # A head that kconv did not write has no source but itself.
     for what, name in (("target", folder.facts.base_model), ("source", folder.source if folder.manifest else None)):
         if name and name not in folder.front.base_models:
-            yield "error", CARD, f"base_model does not list the {what}, {name}", AGAIN
+            yield Found(CARD, f"base_model does not list the {what}, {name}")
     if not folder.front.base_models:
-        yield "error", CARD, "base_model lists no target", "State it: kconv card DIR --base-model ID --force."
+        yield Found(CARD, "base_model lists no target", "State it: kconv card DIR --base-model ID --force.")
 
 
-def _endorsement(folder: LicensedFolder) -> Iterator[LicenseFinding]:
+def _endorsement(folder: LicensedFolder) -> Iterator[Found]:
     for pattern in ENDORSED:
         found = re.search(pattern, folder.card, re.IGNORECASE)
         if found:
-            yield "warning", CARD, f"it may be read as an endorsement: {found[0]!r}", "Describe what you did yourself."
+            yield Found(CARD, f"it may be read as an endorsement: {found[0]!r}")
 
 
-def _source_license(folder: LicensedFolder) -> Iterator[LicenseFinding]:
+def _source_license(folder: LicensedFolder) -> Iterator[Found]:
     if not folder.source_license:
         return
     license = recognise(folder.source_license)
     if folder.license == (license.id if license else UNNAMED):
         return
     title = f"the {license.title}" if license else "a license that kconv does not know"
-    yield (
-        "error",
-        SOURCE_LICENSE,
-        f"what the head was made from is under {title}, but the head is stated to be under {folder.license or 'none'}",
-        "State it: kconv card DIR --license ID --force, or as the target's in the facts. If another license is right, "
-        "keep the file and allow the check: kconv publish DIR REPO --allow L10=REASON.",
+    stated = f"the head is stated to be under {folder.license or 'none'}"
+    yield Found(SOURCE_LICENSE, f"what the head was made from is under {title}, but {stated}")
+
+
+CHECKS: Mapping[str, Rule[LicensedFolder]] = {
+    one.id: one
+    for one in (
+        Rule(
+            "L1",
+            "nvidia-agreement",
+            "error",
+            "A head of NVIDIA's, or under its license, lacks the agreement or its notice.",
+            f"Save {OF_NVIDIA.url}, and write the card again with it: kconv card DIR --force --license {OF_NVIDIA.id} "
+            "--license-file FILE.",
+            _nvidia,
+            also=("warning",),
+        ),
+        Rule(
+            "L2",
+            "license-not-stated",
+            "error",
+            "The card's front matter states no license, or names one without its text.",
+            "State it: kconv card DIR --license ID --force.",
+            _front,
+        ),
+        Rule(
+            "L3",
+            "targets-license-missing",
+            "error",
+            "The folder lacks the license of the target, or its attribution.",
+            "Write the card again with it: kconv card DIR --force --target TARGET, or, with the text in a file of that "
+            f"name, --license-file {TARGET_LICENSE}.",
+            _target,
+            also=("warning",),
+        ),
+        Rule(
+            "L4",
+            "terms-unknown",
+            "error",
+            "The head's publisher names no license.",
+            "Ask the publisher, and write the card again with the answer: kconv card DIR --force --license ID "
+            "--license-file FILE. Or accept it in the facts: license.acknowledged.",
+            _unnamed,
+        ),
+        Rule(
+            "L5",
+            "license-text-missing",
+            "error",
+            "The head's license requires a copy of its text, which the folder lacks.",
+            COMPLETE,
+            _notice_kept,
+        ),
+        Rule(
+            "L6", "changes-not-stated", "error", "The card does not say that the files were changed.", AGAIN, _changes
+        ),
+        Rule(
+            "L7",
+            "prompts-included",
+            "error",
+            "The folder contains prompts whose license keeps them in.",
+            "Remove the file from the folder.",
+            _prompts,
+        ),
+        Rule(
+            "L8", "base-model-missing", "error", "The card's base_model lacks the target or the source.", AGAIN, _bases
+        ),
+        Rule(
+            "L9",
+            "endorsement",
+            "warning",
+            "The card may be read as an endorsement by another party.",
+            "Describe what you did yourself.",
+            _endorsement,
+        ),
+        Rule(
+            "L10",
+            "sources-license-differs",
+            "error",
+            "The head is stated to be under another license than its source.",
+            "State it: kconv card DIR --license ID --force, or as the target's in the facts. If another license is "
+            "right, keep the file and allow the check: kconv publish DIR REPO --allow L10=REASON.",
+            _source_license,
+        ),
     )
-
-
-CHECKS: Mapping[str, Callable[[LicensedFolder], Iterator[LicenseFinding]]] = {
-    "L1": _nvidia, "L2": _front, "L3": _target, "L4": _unnamed, "L5": _notice_kept, "L6": _changes, "L7": _prompts,
-    "L8": _bases, "L9": _endorsement, "L10": _source_license,
-}  # fmt: skip
+}
 
 
 def check_folder(path: Path, facts: Facts | None = None) -> tuple[Finding, ...]:
@@ -286,9 +333,5 @@ def check_folder(path: Path, facts: Facts | None = None) -> tuple[Finding, ...]:
         ManifestMismatch: kconv.json exists and does not match the schema.
     """
     folder = read_folder(path, facts or Facts())
-    found = [
-        Finding(rule=rule, severity=severity, where=where, message=message, fix=fix)
-        for rule, check in CHECKS.items()
-        for severity, where, message, fix in check(folder)
-    ]
-    return tuple(sorted(found, key=lambda finding: ("error", "warning", "note").index(finding.severity)))
+    found = [finding for rule in CHECKS.values() for finding in rule.findings(folder)]
+    return tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity)))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..cards.license_checks import check_folder
+from ..cards.license_checks import CHECKS, check_folder
 from ..cards.licenses import LICENSES, find_texts, given_texts, of_target
 from ..checkpoint.folder import LICENSE_TEXTS
 from ..checkpoint.staging import free_bytes
@@ -14,6 +14,7 @@ from ..errors import OutputFailed, ReleaseStateInvalid
 from ..operations.base import Operation
 from ..operations.card import Card
 from ..validate.report import Finding
+from ..validate.rules.rule import Found
 from .inputs import StepContext, check_names, find_inputs, fingerprint, make_context, needed, refuse_stale
 from .recipe import Release, Step
 from .record import State, read_state
@@ -159,4 +160,4 @@ def _licenses(step: Card, context: StepContext, release: Release, out: Path, pla
 
 def _missing(rule: str, where: str, message: str) -> Finding:
     fix = "State it in the recipe, or pass the file; otherwise kconv publish refuses the folder."
-    return Finding(rule=rule, severity="error", where=where, message=message, fix=fix)
+    return CHECKS[rule].finding(Found(where, message, fix))

@@ -1,6 +1,5 @@
 """Text of strangers where it is shown: each function by an outside reader, and nothing printed around them."""
 
-import ast
 import json
 import re
 import subprocess
@@ -10,7 +9,7 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
-from support.listing import PRODUCT, ROOT
+from support.listing import PRODUCT, ROOT, calls
 
 from kconv import escape
 from kconv.errors import KconvError
@@ -70,10 +69,6 @@ def test_text_at_the_start_of_a_line_of_markdown_begins_no_block(text):
     blocks, inline = kinds(f"before\n\n{escape.markdown(text)}\n\nafter")
     assert not {"heading_open", "fence", "blockquote_open", "hr", "html_block", "table_open"} & set(blocks)
     assert not {"link_open", "image", "html_inline"} & set(inline), inline
-
-
-def calls(file):
-    return [ast.unparse(node.func) for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
 
 
 CLI = sorted((ROOT / "cli").glob("*.py"))

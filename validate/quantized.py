@@ -26,7 +26,8 @@ from ..measure.figures import NoiseFigures
 from ..targets.config import TargetConfig, parse_target_config
 from ..targets.weights import Plain, StoredWeight, stored_weights
 from .report import Finding
-from .rules.comparisons import AS_THE_SOURCE, FLOOR
+from .rules.comparisons import FLOOR, RULE
+from .rules.rule import Found
 
 # Each key of the text model that affects a number, with the meaning of its absence for every reader; None if readers
 # differ, or fail. An exporter may write such a value explicitly, or omit it.
@@ -95,13 +96,7 @@ def _rope(config: TargetConfig) -> Any:
 
 def _another(key: str, mine: Any, its: Any) -> Finding:
     said, wanted = ("not stated" if value is None else repr(value) for value in (mine, its))
-    return Finding(
-        rule="K393",
-        severity="error",
-        where=f"config.json: {key}",
-        message=f"it is {said}, but the source's is {wanted}",
-        fix=AS_THE_SOURCE,
-    )
+    return RULE["K393"].finding(Found(f"config.json: {key}", f"it is {said}, but the source's is {wanted}"))
 
 
 def check_quantized(
@@ -135,9 +130,12 @@ def check_quantized(
         elif mine.form == NVFP4.form != its.form:
             noise[name] = signal_to_noise(its, mine)
             if not noise[name] >= FLOOR:
-                findings.append(_noisy(name, noise[name]))
+                least = f"rounding to {NVFP4.name} leaves at least {FLOOR} dB"
+                message = f"its signal over noise is {noise[name]:.1f} dB, but {least}"
+                findings.append(RULE["K390"].finding(Found(name, message)))
         elif not _same(mine, its):
-            findings.append(_changed(name))
+            message = "it is not quantized, but its values differ from the source's"
+            findings.append(RULE["K391"].finding(Found(name, message)))
     return findings, _figures(noise)
 
 
@@ -199,31 +197,5 @@ def _figures(noise: dict[str, float]) -> NoiseFigures:
     )
 
 
-def _noisy(name: str, decibels: float) -> Finding:
-    return Finding(
-        rule="K390",
-        severity="error",
-        where=name,
-        message=f"its signal over noise is {decibels:.1f} dB, but rounding to {NVFP4.name} leaves at least {FLOOR} dB",
-        fix="Quantize the target again; a scale, the order of the nibbles or the tensor itself is wrong.",
-    )
-
-
-def _changed(name: str) -> Finding:
-    return Finding(
-        rule="K391",
-        severity="error",
-        where=name,
-        message="it is not quantized, but its values differ from the source's",
-        fix="Quantize the target again, and pass exactly the target that it is made from.",
-    )
-
-
 def _absent(name: str, what: str) -> Finding:
-    return Finding(
-        rule="K392",
-        severity="error",
-        where=name,
-        message=f"the tensor {what}",
-        fix="Quantize the target again, and pass exactly the target that it is made from.",
-    )
+    return RULE["K392"].finding(Found(name, f"the tensor {what}"))

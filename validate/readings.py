@@ -34,10 +34,8 @@ from ..measure.texts import Batch, Text
 from ..targets.config import TargetConfig
 from ..targets.forward import States
 from .report import Finding
-from .rules.comparisons import RULES
+from .rules.comparisons import RULE
 from .rules.rule import Found
-
-RULE = {rule.id: rule for rule in RULES}
 
 # How many paired standard errors must separate two readings.
 TOLD = 3.0

@@ -25,9 +25,9 @@ from ..measure.figures import Figures
 from ..targets.config import TargetConfig
 from .report import UNREAD, Finding, Report, assemble, config_digest, figures
 from .rules.captured import other_readings
-from .rules.comparisons import MAKE_AGAIN
+from .rules.comparisons import RULE
 from .rules.head import HeadSubject, engines_of, wanted_values
-from .rules.rule import ENGINES, run_rules
+from .rules.rule import ENGINES, Found, run_rules
 from .rules.table import TARGET_RULES, check_head, of_error
 from .rules.target import TargetSubject
 
@@ -104,7 +104,7 @@ def _sha256(file: Path) -> str:
 
 
 def _broken(where: str, message: str) -> Finding:
-    return Finding(rule="K301", severity="error", where=where, message=message, fix=MAKE_AGAIN)
+    return RULE["K301"].finding(Found(where, message))
 
 
 # torch is imported where needed: headers are checked in less time than the import takes.
@@ -290,13 +290,8 @@ def _not_verified(rules: HeadSubject) -> Iterator[Finding]:
     """Find facts that rest on the user's word, or on a default that trainers do not share, and are not measured."""
     for one in _unverified(rules):
         against = f"; {one.against}" if one.against else ""
-        yield Finding(
-            rule="K315",
-            severity="warning" if one.against else "note",
-            where=f"config.json: {one.fact}",
-            message=f"{phrase(one.fact, one.value)}, by {one.word}, is not verified{against}",
-            fix="Measure it: add --target with --prompts or --states.",
-        )
+        message = f"{phrase(one.fact, one.value)}, by {one.word}, is not verified{against}"
+        yield RULE["K315" if one.against else "K316"].finding(Found(f"config.json: {one.fact}", message))
 
 
 def _still_open(rules: HeadSubject) -> frozenset[str]:
@@ -389,14 +384,13 @@ def _check_target(
     noise = perplexity = None
     if source is not None:
         from .quantized import check_quantized
-        from .structure import from_fault
 
         provenance["source"] = source.source
         try:
             held, noise = check_quantized(checkpoint, source, say)
             findings += held
         except KconvError as fault:
-            findings.append(from_fault(fault, rule="K392"))
+            findings.append(RULE["K392"].of_problem(fault.problem("K392")))
     if ready is not None:
         from .perplexity import measure_perplexity
 

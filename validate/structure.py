@@ -19,9 +19,9 @@ from ..drafters.slots import needs
 from ..engines.moves import Same, Stack
 from ..errors import KconvError
 from .report import Finding
-from .rules.comparisons import FLOOR
+from .rules.comparisons import FLOOR, RULE
 from .rules.head import HeadSubject
-from .rules.rule import run_rules
+from .rules.rule import Found, run_rules
 from .rules.values import WEIGHTS
 
 # An FP8 value, with three mantissa bits, is within a sixteenth of itself: 24 dB. Four dB are left for values that the
@@ -73,26 +73,19 @@ def _noise(output: Head, source: Head, slot: str, format_: StoredFormat) -> floa
 
 
 def _too_far(slot: str, found: float, format_: StoredFormat) -> Finding:
-    return Finding(
-        rule="K305",
-        severity="error",
-        where=slot,
-        message=f"its signal over noise is {found:.1f} dB, but rounding to {format_.name} leaves at least "
-        f"{FLOORS[format_]} dB",
-        fix="Quantize the head again, and compare it with the head that it was made from.",
-    )
+    least = f"rounding to {format_.name} leaves at least {FLOORS[format_]} dB"
+    return RULE["K305"].finding(Found(slot, f"its signal over noise is {found:.1f} dB, but {least}"))
 
 
 def _summary(noise: Mapping[str, float], formats: Mapping[str, StoredFormat]) -> Finding:
     worst = min(noise, key=lambda slot: noise[slot])
     names = ", ".join(dict.fromkeys(format_.name for format_ in formats.values()))
-    return Finding(
-        rule="K306",
-        severity="note",
-        where=worst,
-        message=f"{len(noise)} linear layers are rounded to {names}: signal over noise {median(noise.values()):.1f} dB"
-        f" median, {noise[worst]:.1f} dB at worst; their input scales, which no source has, are not compared",
-        fix="No action is needed. kconv quantize-head measured the acceptance that the head retains.",
+    return RULE["K306"].finding(
+        Found(
+            worst,
+            f"{len(noise)} linear layers are rounded to {names}: signal over noise {median(noise.values()):.1f} dB"
+            f" median, {noise[worst]:.1f} dB at worst; their input scales, which no source has, are not compared",
+        )
     )
 
 
@@ -147,29 +140,15 @@ def check_source(output: Head, source: Head, look: Look | None = None) -> list[F
             actions = {step.output.name: step.action for step in manifest.tensors}
             left_out = {record.name for record in manifest.dropped}
         except KconvError as fault:
-            findings.append(from_fault(fault, rule="K301"))
+            findings.append(RULE["K301"].of_problem(fault.problem("K301")))
     else:
-        findings.append(
-            Finding(
-                rule="K302",
-                severity="warning",
-                where=MANIFEST,
-                message="the folder has no manifest, so only its tensors are compared with the source",
-                fix="Convert the head with kconv to get one.",
-            )
-        )
+        message = "the folder has no manifest, so only its tensors are compared with the source"
+        findings.append(RULE["K302"].finding(Found(MANIFEST, message)))
     changed = {field for action in actions.values() for field in CHANGES.get(action, ())}
     fields = [name for name, value in vars(source.spec).items() if getattr(output.spec, name) != value]
     if set(fields) - changed:
-        findings.append(
-            Finding(
-                rule="K303",
-                severity="error",
-                where="config.json",
-                message=f"the output is a different head from the source: {', '.join(fields)} differ",
-                fix="Pass the --source that this head was made from, or convert that source again.",
-            )
-        )
+        message = f"the output is a different head from the source: {', '.join(fields)} differ"
+        findings.append(RULE["K303"].finding(Found("config.json", message)))
     computed = {slot for slot, (row, _) in output.places.items() if actions.get(row.name, "copied") not in SAME_BITS}
     formats = rounded(output, source)
     computed |= {name for slot in formats for name in (slot, *(f"{slot}.{suffix}" for suffix in HEAD_SCALES))}
@@ -178,16 +157,8 @@ def check_source(output: Head, source: Head, look: Look | None = None) -> list[F
         absent |= source.places.keys() - needs(output.spec).keys()
     for slot in sorted(source.places.keys() | output.places.keys()):
         if slot not in computed | absent and not _same_bits(source, output, slot, look):
-            findings.append(
-                Finding(
-                    rule="K304",
-                    severity="error",
-                    where=(output.places.get(slot) or source.places[slot])[1].name,
-                    message="the output's bits differ from the source's",
-                    fix="Pass the --source that this head was made from. If this is it, convert it again; do not serve "
-                    "this output.",
-                )
-            )
+            tensor = (output.places.get(slot) or source.places[slot])[1].name
+            findings.append(RULE["K304"].finding(Found(tensor, "the output's bits differ from the source's")))
     return findings + check_rounded(output, source, formats)
 
 
@@ -201,16 +172,8 @@ def check_origin(source: Origin) -> list[Finding]:
         f"{name} is {told} with the conversion's options, but {alone} in its own files"
         for name, (told, alone) in said.items()
     )
-    return [
-        Finding(
-            rule="K307",
-            severity="warning",
-            where=f"{source.alone.checkpoint.source}/config.json",
-            message=f"without the conversion's options the source reads differently: {differ}",
-            fix="Convert the source again without --captured, --captured-are and the other options that say how to "
-            "read it. If its config is wrong, correct the config.",
-        )
-    ]
+    message = f"without the conversion's options the source reads differently: {differ}"
+    return [RULE["K307"].finding(Found(f"{source.alone.checkpoint.source}/config.json", message))]
 
 
 def is_identical(output: Head, findings: list[Finding]) -> bool:
@@ -219,11 +182,6 @@ def is_identical(output: Head, findings: list[Finding]) -> bool:
         return False
     folder = output.checkpoint.folder
     return not (folder / MANIFEST).exists() or read_manifest(folder).exact
-
-
-def from_fault(fault: KconvError, *, rule: str) -> Finding:
-    """Return an error that stopped a check as a finding."""
-    return Finding(rule=rule, severity="error", where=fault.where, message=fault.what, fix=fault.fix)
 
 
 def _part(head: Head, slot: str) -> TensorInfo | None:

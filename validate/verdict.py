@@ -14,7 +14,7 @@ from ..measure.drafting import Measured
 from ..measure.figures import AcceptanceFigures
 from ..measure.retention import GREEDY_SIGMAS
 from .report import Finding
-from .rules.comparisons import RULES
+from .rules.comparisons import RULE
 from .rules.rule import Found
 
 OUTPUT, BIGRAM, LOOKUP = "output", "bigram", "prompt lookup"
@@ -26,7 +26,6 @@ OTHER_TEXT = 0.01
 # Texts on which a head is compared with drafters without a network; a small target's greedy text runs in circles, which
 # prompt lookup drafts better than any head.
 OPEN_TEXTS = ("held-out", "sampled")
-_BY_ID = {rule.id: rule for rule in RULES}
 
 
 @dataclass(frozen=True)
@@ -67,16 +66,16 @@ def judge_retention(measured: Iterable[Measured], claim: Claim | None, least: fl
             # NaN does not agree.
             if not short <= max(apart, OTHER_TEXT):
                 stated = f"{MANIFEST} states {claim.kept:.2%} ± {claim.error:.2%}"
-                yield _finding("K360", MANIFEST, f"{said}, but {stated}")
+                yield RULE["K360"].finding(Found(MANIFEST, f"{said}, but {stated}"))
         if least is not None and not kept + GREEDY_SIGMAS * error >= least:
-            yield _finding("K361", one.text.kind, f"{said}, but {least:.2%} is required")
+            yield RULE["K361"].finding(Found(one.text.kind, f"{said}, but {least:.2%} is required"))
 
 
 def judge_fingerprint(apart: float | None) -> Iterator[Finding]:
     """Find a folder that does not compute what the measured head did; see `drafters.fingerprint`."""
     if apart is not None and not apart <= TOLERANCE:
         said = f"its logits on fixed inputs differ by {apart:.1e} from those of the head in {MANIFEST}"
-        yield _finding("K362", MANIFEST, f"{said}, but rounding explains at most {TOLERANCE:.0e}")
+        yield RULE["K362"].finding(Found(MANIFEST, f"{said}, but rounding explains at most {TOLERANCE:.0e}"))
 
 
 def judge_baselines(rows: Sequence[AcceptanceFigures]) -> Iterator[Finding]:
@@ -94,15 +93,14 @@ def judge_baselines(rows: Sequence[AcceptanceFigures]) -> Iterator[Finding]:
                 continue
             if _is_below(head.length, head.standard_error, base.length, base.standard_error):
                 said = f"its acceptance length is {head.length:.3f}, that of {_article(name)} is {base.length:.3f}"
-                yield _finding("K363", text, f"the head drafts worse than {_article(name)} on {text} text: {said}")
+                message = f"the head drafts worse than {_article(name)} on {text} text: {said}"
+                yield RULE["K363"].finding(Found(text, message))
             elif place := _worse_place(head, base):
                 at = f"{head.rates[place - 1]:.1%} of its drafts are accepted up to token {place}"
-                yield _finding(
-                    "K363",
-                    text,
+                message = (
                     f"the head drafts worse than {_article(name)} on {text} text from token {place} on: {at}, but "
-                    f"{base.rates[place - 1]:.1%} of the other's",
                 )
+                yield RULE["K363"].finding(Found(text, message + f"{base.rates[place - 1]:.1%} of the other's"))
 
 
 def _is_below(one: float, its_error: float | None, other: float, other_error: float | None) -> bool:
@@ -122,7 +120,3 @@ def _worse_place(head: AcceptanceFigures, base: AcceptanceFigures) -> int:
 
 def _article(name: str) -> str:
     return f"a {name}" if name == BIGRAM else name
-
-
-def _finding(rule: str, where: str, message: str) -> Finding:
-    return _BY_ID[rule].finding(Found(where, message))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ...checkpoint.bytes import file_digest
@@ -11,6 +11,7 @@ from ...checkpoint.source import HUB_ID, resolve
 from ...engines.registry import runners_of
 from ...errors import KconvError, PublishRefused
 from ...validate.report import REPORT, STOPS, Finding
+from ...validate.rules.rule import Found, Rule
 from ..evidence import Evidence, cell, foreign
 from ..front_matter import CARD, INDEX, read_front_matter, results
 from ..license_checks import CHECKS as LICENSE_CHECKS
@@ -51,52 +52,39 @@ class Allowance:
 
 
 @dataclass(frozen=True)
-class Check:
-    """A release check.
+class Check(Rule[Candidate]):
+    """A release check: a rule whose sentence holds if it finds nothing.
 
     Attributes:
-        id: its rule.
-        says: the statement that holds if it finds nothing.
-        fix: what to do.
-        find: yields each problem: where, and one sentence.
         allowable: whether --allow may let it pass.
     """
 
-    rule: str
-    says: str
-    fix: str
-    find: Callable[[Candidate], Iterable[tuple[str, str]]]
     allowable: bool = True
 
-    def run(self, candidate: Candidate) -> Iterator[Finding]:
-        """Yield the check's findings."""
-        for where, message in self.find(candidate):
-            yield Finding(rule=self.rule, severity="error", where=where, message=message, fix=self.fix)
 
-
-def _manifest(candidate: Candidate) -> Iterator[tuple[str, str]]:
+def _manifest(candidate: Candidate) -> Iterator[Found]:
     try:
         _ = candidate.manifest  # reads every byte, and may raise
     except KconvError as fault:
         where, what = (text.replace(str(candidate.folder), str(candidate.origin)) for text in (fault.where, fault.what))
-        yield where or str(candidate.origin), what
+        yield Found(where or str(candidate.origin), what)
 
 
-def _unaccounted(candidate: Candidate) -> Iterator[tuple[str, str]]:
+def _unaccounted(candidate: Candidate) -> Iterator[Found]:
     for name in candidate.unaccounted:
-        yield name, "this file is neither in the manifest nor a known part of a release"
+        yield Found(name, "this file is neither in the manifest nor a known part of a release")
 
 
-def _links(candidate: Candidate) -> Iterator[tuple[str, str]]:
+def _links(candidate: Candidate) -> Iterator[Found]:
     for name in candidate.odd:
-        yield name, "it is not a regular file; it leads out of the folder"
+        yield Found(name, "it is not a regular file; it leads out of the folder")
 
 
-def _unfit(candidate: Candidate) -> Iterator[tuple[str, str]]:
+def _unfit(candidate: Candidate) -> Iterator[Found]:
     for name in candidate.unfit:
         why = _not_the_sources(candidate, name) if CODE.fullmatch(name) and is_target(candidate.manifest) else KIND
         if why:
-            yield name, why
+            yield Found(name, why)
 
 
 def _not_the_sources(candidate: Candidate, name: str) -> str:
@@ -118,175 +106,253 @@ def _not_the_sources(candidate: Candidate, name: str) -> str:
     return ""
 
 
-def _report(candidate: Candidate) -> Iterator[tuple[str, str]]:
+def _report(candidate: Candidate) -> Iterator[Found]:
     if candidate.report is None:
-        yield REPORT, "there is no validation report"
+        yield Found(REPORT, "there is no validation report")
 
 
-def _report_of_these(candidate: Candidate) -> Iterator[tuple[str, str]]:
+def _report_of_these(candidate: Candidate) -> Iterator[Found]:
     if candidate.report and (other := foreign(candidate.report, candidate.identity)):
-        yield REPORT, f"the report is about {other}"
+        yield Found(REPORT, f"the report is about {other}")
 
 
-def _report_clean(candidate: Candidate) -> Iterator[tuple[str, str]]:
+def _report_clean(candidate: Candidate) -> Iterator[Found]:
     if (report := candidate.report) is None:
         return
     for finding in report.findings:
         if finding.severity in STOPS or finding.rule in AS_ERRORS:
-            yield finding.where, f"validation found {finding.rule}: {finding.message}"
+            yield Found(finding.where, f"validation found {finding.rule}: {finding.message}")
     if is_target(candidate.manifest):
         if report.provenance.get("checked") != "target":
-            yield REPORT, "the folder is a target, but was not checked as one"
+            yield Found(REPORT, "the folder is a target, but was not checked as one")
         return
     layout = candidate.manifest.layout
     unchecked = [engine for engine in written_for(layout) if engine not in report.provenance.get("for", ())]
     if unchecked:
-        yield REPORT, f"the folder has the layout of {layout}, but was not checked for {', '.join(unchecked)}"
+        yield Found(REPORT, f"the folder has the layout of {layout}, but was not checked for {', '.join(unchecked)}")
 
 
-def _nothing_lost(candidate: Candidate) -> Iterator[tuple[str, str]]:
+def _nothing_lost(candidate: Candidate) -> Iterator[Found]:
     if candidate.report is None:
-        yield REPORT, "without a report the difference from the source's weights is unknown"
+        yield Found(REPORT, "without a report the difference from the source's weights is unknown")
         return
     if is_target(candidate.manifest):
         for what in lost(candidate.report):
-            yield REPORT, what
+            yield Found(REPORT, what)
         return
     figures = candidate.report.figures
     if candidate.manifest.exact and figures.identical is not True:
-        yield REPORT, "the manifest says that the weights are the source's, but they were not compared"
+        yield Found(REPORT, "the manifest says that the weights are the source's, but they were not compared")
     if not candidate.manifest.exact and not figures.parity:
-        yield REPORT, "the weights differ from the source's, and the difference was not measured"
+        yield Found(REPORT, "the weights differ from the source's, and the difference was not measured")
 
 
-def _floor_named(candidate: Candidate) -> Iterator[tuple[str, str]]:
+def _floor_named(candidate: Candidate) -> Iterator[Found]:
     # A target drafts nothing: its perplexity counts instead, see P107.
     if candidate.floor is None and not is_target(candidate.manifest):
-        yield "min_acceptance", "no minimum acceptance is stated for this head"
+        yield Found("min_acceptance", "no minimum acceptance is stated for this head")
 
 
-def _floor_reached(candidate: Candidate) -> Iterator[tuple[str, str]]:
+def _floor_reached(candidate: Candidate) -> Iterator[Found]:
     if (floor := candidate.floor) is None:
         return
     found = find_measurements(floor, candidate.report, candidate.acceptance)
     if not found:
         measured = "; ".join(list_measured(candidate.report, candidate.acceptance)) or "nothing"
-        yield floor.suite, f"{floor.name}, over {floor.prompts} prompts or more, was not measured; measured: {measured}"
+        least = f"{floor.name}, over {floor.prompts} prompts or more"
+        yield Found(floor.suite, f"{least}, was not measured; measured: {measured}")
     for one in found:
         if not one.value >= floor.at_least:
-            yield one.where, f"{floor.name} is {one.value:.3f}, below the floor of {floor.at_least!r}"
+            yield Found(one.where, f"{floor.name} is {one.value:.3f}, below the floor of {floor.at_least!r}")
 
 
-def _loss(candidate: Candidate) -> Iterator[tuple[str, str]]:
+def _loss(candidate: Candidate) -> Iterator[Found]:
     if (floor := candidate.floor) is None or is_target(candidate.manifest):
         return
     if (report := candidate.report) and candidate.manifest.exact and report.figures.identical:
         return
     loss = largest_loss(report, floor.draft_tokens) if report else None
     if loss is None:
-        yield REPORT, f"the loss of acceptance against the source was not measured at K = {floor.draft_tokens}"
+        yield Found(REPORT, f"the loss of acceptance against the source was not measured at K = {floor.draft_tokens}")
     elif not loss <= floor.max_loss:
-        yield REPORT, f"{loss:.2%} of the source's acceptance is lost, but at most {floor.max_loss:.2%} is allowed"
+        most = f"at most {floor.max_loss:.2%} is allowed"
+        yield Found(REPORT, f"{loss:.2%} of the source's acceptance is lost, but {most}")
 
 
-def _acceptance_of_these(candidate: Candidate) -> Iterator[tuple[str, str]]:
+def _acceptance_of_these(candidate: Candidate) -> Iterator[Found]:
     for name, acceptance in candidate.acceptance.items():
         if acceptance.weights and (other := foreign(acceptance, candidate.identity)):
-            yield name, f"the acceptance was measured on {other}"
+            yield Found(name, f"the acceptance was measured on {other}")
 
 
-def _acceptance_says(candidate: Candidate) -> Iterator[tuple[str, str]]:
+def _acceptance_says(candidate: Candidate) -> Iterator[Found]:
     for name, acceptance in candidate.acceptance.items():
         if acceptance.measured and not acceptance.weights:
-            yield name, "it does not state on which weights the acceptance was measured"
+            yield Found(name, "it does not state on which weights the acceptance was measured")
 
 
-def _card(candidate: Candidate) -> Iterator[tuple[str, str]]:
+def _card(candidate: Candidate) -> Iterator[Found]:
     # A card's prose belongs to its owner. The parts that kconv wrote from the manifest, the report and acceptance.json
     # are rendered again and must match, so that no figure was edited by hand or is left from an earlier head.
     if not candidate.card:
-        yield CARD, "there is no card"
+        yield Found(CARD, "there is no card")
         return
     front = read_front_matter(candidate.card)
     if front.problem:
-        yield CARD, front.problem
+        yield Found(CARD, front.problem)
         return
     for key in NEEDED:
         if not getattr(front, key):
-            yield f"{CARD}: {key}", f"the card does not state its {key}"
+            yield Found(f"{CARD}: {key}", f"the card does not state its {key}")
     for image in IMAGES.findall(candidate.card):
         if "://" not in image and image not in candidate.files:
-            yield CARD, f"the card shows {image}, which is not in the folder"
+            yield Found(CARD, f"the card shows {image}, which is not in the folder")
     acceptance = tuple(candidate.acceptance.values())
     evidence = Evidence(candidate.folder, candidate.facts, candidate.manifest, candidate.report, acceptance)
     for line in not_repeated(evidence, candidate.card):
-        yield CARD, f"the card does not match its evidence; this line is missing: {line}"
+        yield Found(CARD, f"the card does not match its evidence; this line is missing: {line}")
     if front.results and list(front.results) != results(evidence):
-        yield f"{CARD}: {INDEX}", "the figures in the front matter differ from acceptance.json"
+        yield Found(f"{CARD}: {INDEX}", "the figures in the front matter differ from acceptance.json")
 
 
-def _secrets(candidate: Candidate) -> Iterator[tuple[str, str]]:
+def _secrets(candidate: Candidate) -> Iterator[Found]:
     for name in candidate.files:
         data = None if name.endswith(".safetensors") else candidate.held(name)
         if data is not None and (kinds := find_secrets(data)):
-            yield name, f"it contains what looks like a secret: {', '.join(kinds)}"
+            yield Found(name, f"it contains what looks like a secret: {', '.join(kinds)}")
 
 
 MANIFEST_HOLDS = Check(
-    "P101", "Every byte matches the manifest.", "Convert again; kconv verify shows the difference.", _manifest,
+    "P101",
+    "manifest-holds",
+    "error",
+    "Every byte matches the manifest.",
+    "Convert again; kconv verify shows the difference.",
+    _manifest,
     allowable=False,
-)  # fmt: skip
+)
 VALIDATE = "Run kconv validate on this folder, with --source, --target and --prompts."
 CHECKS = (
-    Check("P102", "Every file is in the manifest or a known part of a release.", "Remove it.", _unaccounted),
-    Check("P103", "Every file is a regular file.", "Replace it with the file itself.", _links, allowable=False),
-    Check("P104", "There is a validation report.", VALIDATE, _report),
     Check(
-        "P105", "The report belongs to these weights and this config.json.", VALIDATE, _report_of_these,
+        "P102",
+        "every-file-is-known",
+        "error",
+        "Every file is in the manifest or a known part of a release.",
+        "Remove it.",
+        _unaccounted,
+    ),
+    Check(
+        "P103",
+        "every-file-is-regular",
+        "error",
+        "Every file is a regular file.",
+        "Replace it with the file itself.",
+        _links,
+        allowable=False,
+    ),
+    Check("P104", "a-report-exists", "error", "There is a validation report.", VALIDATE, _report),
+    Check(
+        "P105",
+        "the-report-is-of-these-weights",
+        "error",
+        "The report belongs to these weights and this config.json.",
+        VALIDATE,
+        _report_of_these,
         allowable=False,
     ),
     Check(
-        "P106", "The report has no errors or undecided facts, and covers every engine that the layout is written for.",
-        "Fix what kconv validate found, and run it without --for.", _report_clean,
+        "P106",
+        "the-report-is-clean",
+        "error",
+        "The report has no errors or undecided facts, and covers every engine that the layout is written for.",
+        "Fix what kconv validate found, and run it without --for.",
+        _report_clean,
     ),
     Check(
-        "P107", "The weights are identical to the source's, or their difference was measured.", VALIDATE, _nothing_lost
+        "P107",
+        "nothing-lost-unmeasured",
+        "error",
+        "The weights are identical to the source's, or their difference was measured.",
+        VALIDATE,
+        _nothing_lost,
     ),
     Check(
-        "P108", "A floor is stated, with its metric, suite, target, temperature, K and prompts.",
-        "Put min_acceptance into the recipe, or pass --min-acceptance with its options.", _floor_named,
-    ),
-    Check("P109", "The acceptance reaches the floor.", "Train longer, or measure with kconv bench.", _floor_reached),
-    Check("P110", "The loss of acceptance against the source is within the limit.", VALIDATE, _loss),
-    Check(
-        "P111", "The acceptance was measured on these weights and this config.json.",
-        "Run kconv bench on this folder.", _acceptance_of_these, allowable=False,
-    ),
-    Check("P112", "The acceptance states its weights.", "Run kconv bench with the head's files.", _acceptance_says),
-    Check(
-        "P113", "The card is complete and agrees with manifest, report and acceptance.",
-        "Write it again with kconv card --force and this evidence, and pass its --facts here too.", _card,
+        "P108",
+        "a-floor-is-stated",
+        "error",
+        "A floor is stated, with its metric, suite, target, temperature, K and prompts.",
+        "Put min_acceptance into the recipe, or pass --min-acceptance with its options.",
+        _floor_named,
     ),
     Check(
-        "P114", "No file except the weights contains a token, a key or a password.", "Remove it, and revoke it.",
-        _secrets, allowable=False,
+        "P109",
+        "the-floor-is-reached",
+        "error",
+        "The acceptance reaches the floor.",
+        "Train longer, or measure with kconv bench.",
+        _floor_reached,
+    ),
+    Check(
+        "P110",
+        "the-loss-is-small",
+        "error",
+        "The loss of acceptance against the source is within the limit.",
+        VALIDATE,
+        _loss,
+    ),
+    Check(
+        "P111",
+        "acceptance-of-these-weights",
+        "error",
+        "The acceptance was measured on these weights and this config.json.",
+        "Run kconv bench on this folder.",
+        _acceptance_of_these,
+        allowable=False,
+    ),
+    Check(
+        "P112",
+        "acceptance-states-its-weights",
+        "error",
+        "The acceptance states its weights.",
+        "Run kconv bench with the head's files.",
+        _acceptance_says,
+    ),
+    Check(
+        "P113",
+        "the-card-agrees",
+        "error",
+        "The card is complete and agrees with manifest, report and acceptance.",
+        "Write it again with kconv card --force and this evidence, and pass its --facts here too.",
+        _card,
+    ),
+    Check(
+        "P114",
+        "no-secrets",
+        "error",
+        "No file except the weights contains a token, a key or a password.",
+        "Remove it, and revoke it.",
+        _secrets,
+        allowable=False,
     ),
     Check(
         "P115",
+        "every-file-is-of-a-fit-kind",
+        "error",
         "Every file is of a kind that a release may contain: no pickle, nothing hidden, no code but the target's own.",
         "Remove it. A target's code may stay if it was quantized from the hub id and is identical.",
-        _unfit, allowable=False,
+        _unfit,
+        allowable=False,
     ),
-)  # fmt: skip
+)
 
 
 def judge(candidate: Candidate) -> list[Finding]:
     """Return the findings of the checks and the license checks; if the manifest does not match, only that."""
-    broken = list(MANIFEST_HOLDS.run(candidate))
+    broken = list(MANIFEST_HOLDS.findings(candidate))
     if broken:
         return broken
     try:
-        found = [finding for check in CHECKS for finding in check.run(candidate)]
+        found = [finding for check in CHECKS for finding in check.findings(candidate)]
         return [*found, *check_folder(candidate.folder, candidate.facts)]
     except KconvError as fault:
         # About the user's file, not the checked copy.
@@ -296,7 +362,7 @@ def judge(candidate: Candidate) -> list[Finding]:
 
 def allowable() -> frozenset[str]:
     """Return the ids of the checks that can be allowed."""
-    return frozenset({check.rule for check in CHECKS if check.allowable} | LICENSE_CHECKS.keys())
+    return frozenset({check.id for check in CHECKS if check.allowable} | LICENSE_CHECKS.keys())
 
 
 def let_pass(findings: Iterable[Finding], allowances: Sequence[Allowance]) -> list[tuple[Finding, Allowance]]:
@@ -306,7 +372,7 @@ def let_pass(findings: Iterable[Finding], allowances: Sequence[Allowance]) -> li
         PublishRefused: a finding of severity "error" remains, or an allowance names a rule that cannot be allowed.
     """
     by_rule = {allowance.rule: allowance for allowance in allowances}
-    never = {check.rule for check in (MANIFEST_HOLDS, *CHECKS) if not check.allowable}
+    never = {check.id for check in (MANIFEST_HOLDS, *CHECKS) if not check.allowable}
     errors = [finding for finding in findings if finding.severity == "error"]
     left = [finding for finding in errors if finding.rule not in by_rule or finding.rule in never]
     if left:

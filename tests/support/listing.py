@@ -1,5 +1,6 @@
 """What a folder holds, for tests that say that nothing was left or touched; and the files of the package itself."""
 
+import ast
 from pathlib import Path
 
 import kconv
@@ -11,6 +12,11 @@ PRODUCT = [
     if file.relative_to(ROOT).parts[0] not in ("tests", "scripts", "docs", "build")
     and not file.relative_to(ROOT).parts[0].startswith(".")
 ]
+
+
+def calls(file: Path) -> list[str]:
+    """Return what a file's code calls, as it is written there."""
+    return [ast.unparse(node.func) for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
 
 
 def names(folder: Path) -> list[str]:

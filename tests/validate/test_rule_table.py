@@ -6,11 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
+from support.listing import PRODUCT, ROOT, calls
 
 import kconv.validate
 from kconv.errors import ConfigInvalid, HubUnreachable, UnknownRule
 from kconv.validate.rules import limits
-from kconv.validate.rules.rule import ENGINES
+from kconv.validate.rules.rule import ENGINES, Found
 from kconv.validate.rules.table import EVERY_RULE, HEAD_RULES, all_rules, find_rule, of_error
 
 RULES = all_rules()
@@ -67,3 +68,16 @@ def test_findings_that_a_comparison_makes_are_explained_too():
     sources = [file.read_text() for file in room.rglob("*.py") if "rules" not in file.parts]
     made = {found for text in sources for found in re.findall(r'"(K\d{3})"', text)}
     assert {"K301", "K304"} <= made <= RULES.keys()
+
+
+def test_a_finding_is_made_by_its_rule_alone():
+    made = {str(file.relative_to(ROOT)) for file in PRODUCT if "Finding" in calls(file)}
+    assert made == {"validate/rules/rule.py"}
+
+
+def test_a_finding_has_a_severity_that_its_row_names():
+    counts, broken = RULES["K702"], RULES["K301"]
+    assert counts.finding(Found("vllm", "counts differ")).severity == "error"
+    assert counts.finding(Found("vllm", "counts differ", severity="warning")).severity == "warning"
+    with pytest.raises(ValueError, match="K301"):
+        broken.finding(Found("config.json", "its bytes differ", severity="warning"))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import sqrt
 
+from ...engines.registry import asked
 from ...measure.figures import EngineFigures
 from ..report import Finding
+from ..rules.comparisons import RULE
+from ..rules.rule import Found
 
 OUTPUT, COUNTS, UNREACHED = "K701", "K702", "K703"
 # How far near ties, decided differently in another dtype, may change an acceptance length: by this share, or by this
@@ -48,57 +52,34 @@ def judge(figures: EngineFigures, *, strict: bool, read_as: tuple[int, ...] | No
         read_as: the captured layers, as outputs, with which the chain gives the engine's counts, if these are not the
             head's own.
     """
-    findings = []
+    runners, findings = asked().get(figures.engine, ()), []
     if figures.unreached:
-        findings.append(
-            Finding(
-                rule=UNREACHED,
-                severity="error",
-                where=figures.engine,
-                message=f"no tensor of the folder filled {len(figures.unreached)} of the head's parameters: "
-                f"{', '.join(figures.unreached[:SHOWN])}{' …' if len(figures.unreached) > SHOWN else ''}; the engine "
-                "reports nothing, and serves uninitialized memory there",
-                fix="Find the tensors that should fill these: kconv inspect shows which ones the folder has, and "
-                "kconv validate shows the engine's names for them.",
-                engines=(figures.engine,),
-            )
+        shown = f"{', '.join(figures.unreached[:SHOWN])}{' …' if len(figures.unreached) > SHOWN else ''}"
+        message = (
+            f"no tensor of the folder filled {len(figures.unreached)} of the head's parameters: {shown}; the engine "
+            "reports nothing, and serves uninitialized memory there"
         )
+        findings.append(RULE[UNREACHED].finding(Found(figures.engine, message, engines=runners)))
     if figures.same_output < figures.prompts:
-        findings.append(
-            Finding(
-                rule=OUTPUT,
-                severity="error" if strict else "warning",
-                where=figures.engine,
-                message=f"{figures.prompts - figures.same_output} of {figures.prompts} greedy continuations "
-                f"differ from those of {figures.reference}",
-                fix="Do not serve this: speculation must not change the output. First look for an engine bug."
-                if strict
-                else "Compare with the server's own output without speculation; a different dtype may be the cause.",
-                engines=(figures.engine,),
-            )
-        )
+        differ = f"{figures.prompts - figures.same_output} of {figures.prompts} greedy continuations differ"
+        unsure = "Compare with the server's own output without speculation; a different dtype may be the cause."
+        found = Found(figures.engine, f"{differ} from those of {figures.reference}", engines=runners)
+        findings.append(RULE[OUTPUT].finding(found if strict else replace(found, fix=unsure, severity="warning")))
     if not counts_agree(figures):
         counted, expected = figures.per_position or figures.accepted, figures.expected_per_position
-        findings.append(
-            Finding(
-                rule=COUNTS,
-                severity="error" if strict or beyond_ties(figures) else "warning",
-                where=figures.engine,
-                message=f"the engine counted {figures.drafts} drafts and accepted {counted}, acceptance length "
-                f"{figures.length:.3f}; kconv's chain gives {figures.expected_drafts} and "
-                f"{expected if figures.per_position is not None else all_accepted(figures)}, "
-                f"{figures.expected_length:.3f}"
-                + (
-                    f". With the outputs of layers {list(read_as)}, the chain gives the engine's counts"
-                    if read_as
-                    else ""
-                ),
-                fix=f"The engine misreads this folder's list of captured layers. Convert the "
-                f"head (kconv to-{figures.engine}), which writes the list as the engine counts, and serve that."
-                if read_as
-                else "The engine reads the head differently from its config (captured layers, RoPE, norms), or "
-                "does not read all of its tensors. Run kconv validate on it, and check the engine's log.",
-                engines=(figures.engine,),
-            )
+        message = (
+            f"the engine counted {figures.drafts} drafts and accepted {counted}, acceptance length "
+            f"{figures.length:.3f}; kconv's chain gives {figures.expected_drafts} and "
+            f"{expected if figures.per_position is not None else all_accepted(figures)}, "
+            f"{figures.expected_length:.3f}"
         )
+        fix = ""
+        if read_as:
+            message += f". With the outputs of layers {list(read_as)}, the chain gives the engine's counts"
+            fix = (
+                f"The engine misreads this folder's list of captured layers. Convert the head (kconv "
+                f"to-{figures.engine}), which writes the list as the engine counts, and serve that."
+            )
+        severity = None if strict or beyond_ties(figures) else "warning"
+        findings.append(RULE[COUNTS].finding(Found(figures.engine, message, fix, runners, severity=severity)))
     return findings

@@ -10,12 +10,12 @@ from typing import Any
 from .rule import Rule
 
 AGAIN = "Convert the source again. Do not serve this output."
-MAKE_AGAIN = "Fetch the folder again, or create it again with kconv. Do not serve it as it is."
-QUANTIZE_AGAIN = "Quantize the target again, and compare it with the target that it was made from."
+QUANTIZE_AGAIN = "Quantize the target again, and pass exactly the target that it is made from."
 # Minimum signal over noise of NVFP4, dB. The worst case for sixteen values and their scale: all but the largest are at
 # 5/6 of it, the middle of the widest step, and lose a fifth each, which is 14 dB. Anything below was changed, not
 # rounded.
 FLOOR = 13.5
+MEASURE = "Measure it: give --target with --prompts or --states."
 AS_THE_SOURCE = "State what the source's config.json does. The weights belong to that model."
 RULES: tuple[Rule[Any], ...] = (
     Rule(
@@ -23,7 +23,8 @@ RULES: tuple[Rule[Any], ...] = (
         "manifest-broken",
         "error",
         "The folder's bytes differ from its manifest.",
-        MAKE_AGAIN,
+        "Fetch the folder again, or create it again with kconv. Do not serve it as it is.",
+        says_fix=True,
     ),
     Rule(
         "K302",
@@ -37,9 +38,15 @@ RULES: tuple[Rule[Any], ...] = (
         "another-head",
         "error",
         "The output's config describes a different head than the source's.",
-        "Convert the source again.",
+        "Pass the --source that this head was made from, or convert that source again.",
     ),
-    Rule("K304", "bits-differ", "error", "A weight's bits differ from the source's, and no manifest says why.", AGAIN),
+    Rule(
+        "K304",
+        "bits-differ",
+        "error",
+        "A weight's bits differ from the source's, and no manifest says why.",
+        "Pass the --source that this head was made from. If this is it, convert it again; do not serve this output.",
+    ),
     Rule(
         "K305",
         "rounded-too-far",
@@ -53,7 +60,7 @@ RULES: tuple[Rule[Any], ...] = (
         "compared-by-noise",
         "note",
         "Only the head's linears are quantized, so noise is compared instead of bits.",
-        "No action is needed.",
+        "No action is needed. kconv quantize-head measured the acceptance that the head retains.",
     ),
     Rule(
         "K307",
@@ -61,8 +68,8 @@ RULES: tuple[Rule[Any], ...] = (
         "warning",
         "A conversion's options contradicted the source's own files. The output is a different head, and"
         " kconv publish refuses it.",
-        "Convert the source again without the options that say how to read it. If its config is wrong,"
-        " correct the config.",
+        "Convert the source again without --captured, --captured-are and the other options that say how to read it. "
+        "If its config is wrong, correct the config.",
     ),
     Rule(
         "K312",
@@ -93,9 +100,15 @@ RULES: tuple[Rule[Any], ...] = (
         "K315",
         "not-verified",
         "warning",
-        "The reading of the head rests on an unconfirmed option or default. This is a"
-        " warning if the head's own files say otherwise, else a note.",
-        "Measure it: give --target with --prompts or --states.",
+        "The reading of the head rests on an unconfirmed option or default, and the head's own files say otherwise.",
+        MEASURE,
+    ),
+    Rule(
+        "K316",
+        "not-measured",
+        "note",
+        "The reading of the head rests on an unconfirmed option or default. The head's own files say nothing else.",
+        MEASURE,
     ),
     Rule(
         "K360",
@@ -159,7 +172,7 @@ RULES: tuple[Rule[Any], ...] = (
         "error",
         "A quantized tensor is further from its source than rounding to NVFP4 allows. A scale, the nibble"
         " order, or the tensor itself is wrong.",
-        QUANTIZE_AGAIN,
+        "Quantize the target again. A scale, the nibble order, or the tensor itself is wrong.",
     ),
     Rule(
         "K391",
@@ -174,6 +187,7 @@ RULES: tuple[Rule[Any], ...] = (
         "error",
         "A tensor is missing or extra, or cannot be compared.",
         QUANTIZE_AGAIN,
+        says_fix=True,
     ),
     Rule(
         "K393",
@@ -189,6 +203,7 @@ RULES: tuple[Rule[Any], ...] = (
         "error",
         "An engine's greedy output differs with and without speculation. Speculation must not change a token.",
         "Do not serve this. Look for the engine's own bug first.",
+        also=("warning",),
     ),
     Rule(
         "K702",
@@ -197,7 +212,8 @@ RULES: tuple[Rule[Any], ...] = (
         "An engine accepted other numbers of drafts than kconv computes. It"
         " reads the head differently than the config says. For a server with its own dtype, which may be the"
         " cause, this is a warning.",
-        "Compare the captured layers, RoPE and norms in the engine's log with the head's.",
+        "Compare the captured layers, RoPE, norms and loaded tensors in the engine's log with the head's.",
+        also=("warning",),
     ),
     Rule(
         "K703",
@@ -205,6 +221,8 @@ RULES: tuple[Rule[Any], ...] = (
         "error",
         "An engine served the head with a parameter that no tensor of the folder reached. kconv started this engine."
         " The parameter holds uninitialized memory, and the engine reports nothing.",
-        "Find the tensors that should fill it, and convert the head again.",
+        "Find the tensors that should fill it: kconv inspect shows which ones the folder has, and kconv validate "
+        "the engine's names for them. Then convert the head again.",
     ),
 )
+RULE = {one.id: one for one in RULES}

@@ -42,6 +42,7 @@ class Found:
     fix: what to do, if it differs from the rule's own.
     engines: the engines concerned, if these are not all of the rule's.
     needs: the option that decides a fact left open.
+    severity: if it differs from the rule's own; one of its `also`.
     """
 
     where: str
@@ -49,6 +50,7 @@ class Found:
     fix: str = ""
     engines: tuple[str, ...] = ()
     needs: str = ""
+    severity: Severity | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,8 @@ class Subject:
         return ()
 
 
-S = TypeVar("S", bound=Subject)
+S = TypeVar("S")
+R = TypeVar("R", bound=Subject)
 Check = Callable[[S], Iterable[Found]]
 
 
@@ -110,6 +113,7 @@ class Rule(Generic[S]):
         says_fix: whether a problem's own fix is more specific than `fix`.
         versions: the engine releases for which it holds, if these differ from `Engine.release`.
         drafters: the families for which it holds; `EVERY_FAMILY` for all. A problem of reading is any family's.
+        also: the other severities that one of its findings may have.
     """
 
     id: str
@@ -124,13 +128,16 @@ class Rule(Generic[S]):
     says_fix: bool = False
     versions: str = ""
     drafters: tuple[str, ...] = (EAGLE3.name,)
+    also: tuple[Severity, ...] = ()
 
     def finding(self, found: Found, asked: Iterable[str] = ENGINES) -> Finding:
         """Return the findings in a report's form, for the engines requested among its own."""
-        asked = frozenset(asked)
+        asked, severity = frozenset(asked), found.severity or self.severity
+        if severity not in (self.severity, *self.also):
+            raise ValueError(f"a finding of {self.id} is not of severity {severity}")
         return Finding(
             rule=self.id,
-            severity=self.severity,
+            severity=severity,
             where=found.where,
             message=found.message,
             fix=found.fix or self.fix,
@@ -139,13 +146,18 @@ class Rule(Generic[S]):
             needs=found.needs,
         )
 
+    def findings(self, subject: S, asked: Iterable[str] = ENGINES) -> Iterator[Finding]:
+        """Yield the findings of its own check."""
+        for found in self.check(subject) if self.check else ():
+            yield self.finding(found, asked)
+
     def of_problem(self, problem: Problem, asked: Iterable[str] = ENGINES) -> Finding:
         """Return a problem from reading a head in a report's form."""
         fix = problem.fix if self.says_fix else ""
         return self.finding(Found(problem.where, problem.what, fix, needs=problem.needs), asked)
 
 
-def run_rules(rules: Iterable[Rule[S]], subject: S) -> Iterator[Finding]:
+def run_rules(rules: Iterable[Rule[R]], subject: R) -> Iterator[Finding]:
     """Run the rules that concern a requested engine and read only what they may."""
     for one in rules:
         if one.engines and not subject.engines.intersection(one.engines):
@@ -159,5 +171,4 @@ def run_rules(rules: Iterable[Rule[S]], subject: S) -> Iterator[Finding]:
                 if problem.code == one.id:
                     yield one.of_problem(problem, subject.engines)
         else:
-            for found in one.check(subject):
-                yield one.finding(found, subject.engines)
+            yield from one.findings(subject, subject.engines)

@@ -107,7 +107,7 @@ def test_an_engine_that_does_what_the_chain_says_has_no_findings(head, play, ask
 def test_one_that_does_not_is_found(head, play, asked, how, rule):
     play(**how)
     [finding] = check_engine(head, asked(python=Path(sys.executable)), lambda _: None).findings
-    assert (finding.rule, finding.severity, finding.engines) == (rule, "error", ("vllm",))
+    assert (finding.rule, finding.severity, finding.engines) == (rule, "error", ("vllm-v1", "vllm-v2"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -159,6 +159,7 @@ GOOD = EngineFigures(
 def test_every_count_counts(changes, rules, strict):
     found = judge(GOOD.model_copy(update=changes), strict=strict)
     assert [finding.rule for finding in found] == rules
+    assert all(finding.concerns(["vllm-v2"]) and not finding.concerns(["sglang"]) for finding in found)
     assert {finding.severity for finding in found} <= {"error" if strict else "warning"}
 
 
