@@ -403,7 +403,7 @@ def _command(serving: Serving, port: int) -> list[str]:
         }
     words = [word for option in (options | dict(serving.options)).items() for word in option]
     flags = ["--enable-metrics", "--disable-radix-cache", "--skip-server-warmup"]
-    return [*start(serving.python, "sglang.launch_server"), *flags, *words]
+    return [*start(serving.python, "watch_sglang.py", "sglang.launch_server"), *flags, *words]
 
 
 def _read(metrics: str) -> Totals:

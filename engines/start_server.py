@@ -1,8 +1,10 @@
 """Run by an engine's python, not kconv's: start its server, and record which parameters of a head no tensor filled.
 
-    python start_server.py MODULE OPTIONS...
+    python start_server.py WATCH MODULE OPTIONS...
 
-MODULE is the engine's own program, e.g. vllm.entrypoints.openai.api_server. An engine allocates a head's parameters
+WATCH is a file with what is particular to the engine: `prepare()`, called before it starts, and `watch(watch_load)`,
+which lets its loader call `watch_load(model, load)`. MODULE is its own program, e.g.
+vllm.entrypoints.openai.api_server. An engine allocates a head's parameters
 without clearing the memory and fills those that the folder's tensors name; it does not report the others. So each
 parameter of a head is filled with a mark before loading. At the head's first step, a parameter that still has the
 mark is restored and listed in the file that the environment variable `REPORT` names; parameters shared with the target
@@ -20,7 +22,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-REPORT, MODULE = "KCONV_UNREACHED", "KCONV_ENGINE_MODULE"
+REPORT, WATCH = "KCONV_UNREACHED", "KCONV_ENGINE_WATCH"
 # A part of the class names of heads in vLLM and SGLang that no target's class name has.
 HEAD_CLASS = "Eagle3"
 # Parameters that a head may take from its target instead of its own.
@@ -86,93 +88,41 @@ def report(names: list[str]) -> None:
         part.replace(file)
 
 
-def watch_vllm() -> None:
-    """Watch vLLM's loader."""
-    from vllm.model_executor.model_loader.default_loader import (  # pyright: ignore[reportMissingImports]
-        DefaultModelLoader,
-    )
-
-    own = DefaultModelLoader.load_weights
-
-    def load_weights(self: Any, model: Any, *rest: Any, **options: Any) -> Any:
-        return watch_load(model, lambda: own(self, model, *rest, **options))
-
-    DefaultModelLoader.load_weights = load_weights
-
-
-def without_amx() -> None:
-    """Keep vLLM from using AMX kernels on any CPU: those for MLA are for bf16 and fail on fp32.
-
-    A head's backend is chosen separately from the target's, so a server option would not reach both:
-    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/platforms/cpu.py#L152-L164
-    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/spec_decode/llm_base_proposer.py#L1282-L1291
-    """
-    import vllm.platforms  # noqa: F401, I001  # pyright: ignore[reportMissingImports]
-    import torch
-
-    torch.cpu._is_amx_tile_supported = lambda: False
-
-
-def watch_sglang() -> None:
-    """Watch SGLang's loader."""
-    from sglang.srt.model_loader.loader import DefaultModelLoader  # pyright: ignore[reportMissingImports]
-
-    own = DefaultModelLoader.load_weights_only
-
-    def load_weights_only(model: Any, *rest: Any, **options: Any) -> Any:
-        return watch_load(model, lambda: own(model, *rest, **options))
-
-    DefaultModelLoader.load_weights_only = staticmethod(load_weights_only)
-
-
-def prepare(module: str) -> None:
-    """Prepare an engine for start: on a CPU without its kernels, and with its loader watched."""
+def prepare(watch: str) -> None:
+    """Prepare an engine for start with the file that watches its loader."""
     # This folder's files have the same names as the engines.
     own_folder = Path(__file__).resolve().parent
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != own_folder]
-    engine = module.partition(".")[0]
-    if engine == "sglang":
-        # Only in the environment that scripts/engine-env makes.
-        with contextlib.suppress(ModuleNotFoundError):
-            import sglang_on_cpu  # pyright: ignore[reportMissingImports]
-
-            sglang_on_cpu.prepare()
-            sys.argv += [word for option in sglang_on_cpu.OPTIONS.items() for word in option if word]
-    if engine == "vllm":
-        with contextlib.suppress(ImportError):
-            without_amx()
-    if engine == "vllm" and "--speculative-config" in sys.argv:
-        # New in 0.32; without it the counters have to tell.
-        with contextlib.suppress(ImportError):
-            from vllm.engine.arg_utils import EngineArgs  # pyright: ignore[reportMissingImports]
-
-            if hasattr(EngineArgs, "per_request_spec_decode_metrics"):
-                sys.argv += ["--per-request-spec-decode-metrics", "summary"]
+    own = runpy.run_path(watch)
+    own["prepare"]()
     # Other releases of the engine write no report; kconv then says so.
     with contextlib.suppress(ImportError, AttributeError):
-        {"vllm": watch_vllm, "sglang": watch_sglang}[engine]()
+        own["watch"](watch_load)
 
 
-def start(python: Path, module: str) -> list[str]:
+def start(python: Path, watch: str, module: str) -> list[str]:
     """Return the start of the command line that runs an engine's own program through this file.
 
     Args:
         python: of the engine's environment. It is not resolved: the link in that environment's folder makes it that
         environment's python.
+        watch: the file that watches its loader, as a name beside this file or a path.
         module: the program.
     """
-    return [str(python.absolute()), str(Path(__file__).absolute()), module]
+    own = Path(__file__).absolute()
+    return [str(python.absolute()), str(own), str(own.parent / watch), module]
 
 
 def main() -> None:
     """Start the engine's own program."""
-    prepare(module := sys.argv.pop(1))
-    os.environ[MODULE] = module
+    watch, module = sys.argv.pop(1), sys.argv.pop(1)
+    prepare(watch)
+    os.environ[WATCH] = watch
     # Leaves sys unchanged: a process spawned from here must run this file again, to be watched too.
     runpy.run_module(module, run_name="__main__")
 
 
 if __name__ == "__main__":
     main()
-elif __name__ == "__mp_main__" and (known := os.environ.get(MODULE)):
+elif __name__ == "__mp_main__" and (known := os.environ.get(WATCH)):
     prepare(known)

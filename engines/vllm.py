@@ -282,7 +282,7 @@ def command(serving: Serving, port: int) -> list[str]:
         options["--speculative-config"] = json.dumps(_speculative(str(serving.head.absolute()), serving.draft_tokens))
     words = [word for option in (options | dict(serving.options)).items() for word in option]
     # Not resolved: the link in its environment's folder makes it that environment's python.
-    return [*start(serving.python, "vllm.entrypoints.openai.api_server"), "--enforce-eager", *words]
+    return [*start(serving.python, "watch_vllm.py", "vllm.entrypoints.openai.api_server"), "--enforce-eager", *words]
 
 
 def environment(serving: Serving) -> dict[str, str]:

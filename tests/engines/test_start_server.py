@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,7 +16,7 @@ from torch import nn
 
 from kconv.engines.base import Serving
 from kconv.engines.sglang import ENGINE as SGLANG
-from kconv.engines.start_server import REPORT, watch_load
+from kconv.engines.start_server import REPORT, start, watch_load
 
 
 class Eagle3Stub(nn.Module):
@@ -95,7 +98,7 @@ def test_sglangs_command_line_says_what_is_served(tmp_path, monkeypatch):
     assert SGLANG.starter
     serving = Serving(Path("env/bin/python"), Path("target"), Path("head"), draft_tokens=5, branches=4, nodes=8)
     words = SGLANG.starter.command(serving, 8123)
-    assert (words[0], words[2]) == (str(tmp_path / "env/bin/python"), "sglang.launch_server")
+    assert (words[0], words[3]) == (str(tmp_path / "env/bin/python"), "sglang.launch_server")
     options = dict(pairwise(words))
     assert options["--model-path"] == str(tmp_path / "target")
     assert options["--speculative-draft-model-path"] == str(tmp_path / "head")
@@ -115,3 +118,16 @@ def test_what_stands_in_for_kernels_is_said_where_it_does(tmp_path):
     made.parent.mkdir(parents=True)
     made.touch()
     assert "except for the kernels" in SGLANG.starter.note(python)
+
+
+def test_what_an_engine_brings_is_run_before_its_program(tmp_path):
+    (tmp_path / "watch.py").write_text(
+        "import sys\n\ndef prepare():\n    sys.argv.append('--prepared')\n\n"
+        "def watch(watch_load):\n    print('watching by', watch_load.__name__)\n"
+    )
+    (tmp_path / "otter_server.py").write_text("import sys\nprint(sys.argv[1:])\n")
+    words = start(Path(sys.executable), str(tmp_path / "watch.py"), "otter_server")
+    ran = subprocess.run(
+        [*words, "--port", "1"], env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert ran.stdout.splitlines() == ["watching by watch_load", "['--port', '1', '--prepared']"], ran.stderr

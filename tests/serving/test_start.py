@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kconv.engines import start_server
+from kconv.engines import start_server, watch_vllm
 from kconv.engines.base import Serving
 from kconv.engines.trtllm import ENGINE as TRTLLM
 from kconv.engines.vllm import ENGINE as VLLM
@@ -164,8 +164,9 @@ def test_the_command_line_says_what_is_served(target, tmp_path, monkeypatch):
     serving = Serving(Path("env/bin/python"), Path("target"), Path("head"), draft_tokens=5, dtype="bfloat16")
     words = command(serving, 8123)
     # The server runs in a folder of its own, so no path may hang on the caller's.
-    assert words[:3] == [str(tmp_path / "env/bin/python"), start_server.__file__, "vllm.entrypoints.openai.api_server"]
-    options = dict(zip(words[4::2], words[5::2], strict=True))
+    program = [start_server.__file__, watch_vllm.__file__, "vllm.entrypoints.openai.api_server"]
+    assert words[:4] == [str(tmp_path / "env/bin/python"), *program]
+    options = dict(zip(words[5::2], words[6::2], strict=True))
     assert options["--model"] == str(target)
     assert (options["--port"], options["--dtype"], options["--max-model-len"]) == ("8123", "bfloat16", "256")
     assert json.loads(options["--speculative-config"]) == {

@@ -90,7 +90,7 @@ def main(request_file: str, answer_file: str, start_server: str) -> None:
     assert spec and spec.loader
     starting = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(starting)
-    starting.prepare("sglang")
+    starting.prepare(str(Path(start_server).with_name("watch_sglang.py")))
     zero_memory()
     import sglang.srt.entrypoints.engine  # pyright: ignore[reportMissingImports]
     import sglang.srt.managers.detokenizer_manager

@@ -80,7 +80,7 @@ def watch(start_server: str) -> None:
     assert spec and spec.loader
     starting = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(starting)
-    starting.prepare("vllm")
+    starting.prepare(str(Path(start_server).with_name("watch_vllm.py")))
 
 
 def zero_memory() -> None:

@@ -1,0 +1,29 @@
+"""Run by SGLang's python: what is particular to SGLang when kconv starts it, see start_server.py."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def prepare() -> None:
+    """Let SGLang run on a CPU without its own kernels, in the environment that scripts/engine-env makes."""
+    with contextlib.suppress(ModuleNotFoundError):
+        import sglang_on_cpu  # pyright: ignore[reportMissingImports]
+
+        sglang_on_cpu.prepare()
+        sys.argv += [word for option in sglang_on_cpu.OPTIONS.items() for word in option if word]
+
+
+def watch(watch_load: Callable[[Any, Any], Any]) -> None:
+    """Watch SGLang's loader."""
+    from sglang.srt.model_loader.loader import DefaultModelLoader  # pyright: ignore[reportMissingImports]
+
+    own = DefaultModelLoader.load_weights_only
+
+    def load_weights_only(model: Any, *rest: Any, **options: Any) -> Any:
+        return watch_load(model, lambda: own(model, *rest, **options))
+
+    DefaultModelLoader.load_weights_only = staticmethod(load_weights_only)

@@ -1,0 +1,48 @@
+"""Run by vLLM's python: what is particular to vLLM when kconv starts it, see start_server.py."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def prepare() -> None:
+    """Keep vLLM from kernels that fail on fp32, and let it report what it drafts for each request."""
+    with contextlib.suppress(ImportError):
+        without_amx()
+    if "--speculative-config" in sys.argv:
+        # New in 0.32; without it the counters have to tell.
+        with contextlib.suppress(ImportError):
+            from vllm.engine.arg_utils import EngineArgs  # pyright: ignore[reportMissingImports]
+
+            if hasattr(EngineArgs, "per_request_spec_decode_metrics"):
+                sys.argv += ["--per-request-spec-decode-metrics", "summary"]
+
+
+def without_amx() -> None:
+    """Keep vLLM from using AMX kernels on any CPU: those for MLA are for bf16 and fail on fp32.
+
+    A head's backend is chosen separately from the target's, so a server option would not reach both:
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/platforms/cpu.py#L152-L164
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/spec_decode/llm_base_proposer.py#L1282-L1291
+    """
+    import vllm.platforms  # noqa: F401, I001  # pyright: ignore[reportMissingImports]
+    import torch
+
+    torch.cpu._is_amx_tile_supported = lambda: False
+
+
+def watch(watch_load: Callable[[Any, Any], Any]) -> None:
+    """Watch vLLM's loader."""
+    from vllm.model_executor.model_loader.default_loader import (  # pyright: ignore[reportMissingImports]
+        DefaultModelLoader,
+    )
+
+    own = DefaultModelLoader.load_weights
+
+    def load_weights(self: Any, model: Any, *rest: Any, **options: Any) -> Any:
+        return watch_load(model, lambda: own(self, model, *rest, **options))
+
+    DefaultModelLoader.load_weights = load_weights
