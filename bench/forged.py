@@ -1,9 +1,6 @@
 """Servers that forge acceptance: they accept a fixed number of drafts whatever the target says, to measure speed only.
 
-vLLM calls it synthetic rejection sampling (https://github.com/vllm-project/vllm/pull/40662), SGLang
-SGLANG_SIMULATE_ACC_LEN, TensorRT-LLM TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS
-(https://github.com/NVIDIA/TensorRT-LLM/blob/2cbdaa0ffa36fbef7960a0ad9f0458373025fa9f/tensorrt_llm/_torch/speculative/interface.py#L1065-L1078).
-All three always accept the whole part of the length, and one token more with the probability of the remainder. So the
+Each engine's own file names the settings that do this. vLLM, SGLang and TensorRT-LLM then always accept the whole part of the length, and one token more with the probability of the remainder. So the
 counts reveal a setting that the server does not show: every position but one is accepted always or never.
 """
 
@@ -12,34 +9,26 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from ..engines.base import Sampling
 from ..engines.counters import Counts
 from ..errors import AcceptanceForged
 from ..serving.client import Client
 
-# Where servers show their settings: SGLang always, vLLM with VLLM_SERVER_DEV_MODE.
-# https://github.com/vllm-project/vllm/blob/09cb327f1183534adbdf9eee3e438688e75fbe2b/vllm/entrypoints/serve/instrumentator/server_info.py
-SETTINGS = ("/server_info?config_format=json", "/server_info")
 # A setting and its value, in JSON and in Python's notation for a config.
 _VALUE = r"""["']?\s*[:=]\s*["']?(?P<value>[^\s"',}\])]+)"""
-FORGING = {
-    "rejection_sample_method": ("synthetic",),
-    "synthetic_acceptance_length": (),
-    "synthetic_acceptance_rates": (),
-    "SGLANG_SIMULATE_ACC_LEN": (),
-    "simulate_acc_len": (),
-    "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS": (),
-}
 # Values that turn these settings off.
 OFF = {"null", "None", "false", "False", "0", "0.0", "-1", "-1.0", ""}
-# Accepts close matches, so the answers are not the target's own.
-LOSSY = {"fly"}
 # So few drafts may all be alike by chance.
 FEWEST = 64
 FIX = "To measure acceptance, start the server without that setting; it is only for measuring speed."
 
 
-def check_settings(server: Client) -> dict[str, str]:
+def check_settings(server: Client, sampling: Sampling | None) -> dict[str, str]:
     """Refuse a server whose settings show that it forges acceptance.
+
+    Args:
+        server: the server.
+        sampling: what its engine shows, if it shows anything.
 
     Returns:
         The sampling methods that it shows, under the names of `AcceptanceRow`.
@@ -48,15 +37,17 @@ def check_settings(server: Client) -> dict[str, str]:
         AcceptanceForged: its settings say so.
     """
     found: dict[str, str] = {}
-    for page in dict.fromkeys(server.page(path) for path in SETTINGS):
-        for name, values in FORGING.items():
+    if sampling is None:
+        return found
+    for page in dict.fromkeys(server.page(path) for path in sampling.pages):
+        for name, values in sampling.forging.items():
             for shown in re.finditer(name + _VALUE, page):
                 value = shown["value"]
                 if value in values or (not values and value not in OFF):
                     raise AcceptanceForged(
                         f"the server forges its acceptance: {name} is {value}", where=server.url, fix=FIX
                     )
-        for name in ("draft_sample_method", "rejection_sample_method"):
+        for name in sampling.methods:
             if shown := re.search(name + _VALUE, page):
                 found[name] = shown["value"]
     return found

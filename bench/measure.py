@@ -24,7 +24,7 @@ from ..serving.client import Answer, Client, check_told, connect
 from ..targets.prompts import Prompt, digest_prompts
 from ..targets.suites import Suite
 from .acceptance import OVERALL, AcceptanceFile, AcceptanceRow, Speed, SuiteRecord
-from .forged import LOSSY, check_counts, check_settings
+from .forged import check_counts, check_settings
 from .speed import Load, measure_loads, speed_rows
 from .stats import make_rows, mean_of_categories
 
@@ -167,7 +167,7 @@ def measure_server(url: str, suite: Suite, run: ServerRun, say: Say = lambda _: 
         refuse_overlap((prompt.digest for prompt in suite.prompts), run.folder)
     server = connect(url, run.model, run.extra, run.timeout)
     (engine, counters), told = server.recognize(), check_told(server, run.draft_tokens, run.tree)
-    methods = _methods(check_settings(server), run.methods, server.url)
+    methods = _methods(check_settings(server, engine.sampling), run.methods, server.url)
     baseline = _connect_baseline(run)
     shared = {
         "metric": "al_incl_bonus", "draft_tokens": run.draft_tokens, "tree": run.tree, "engine": engine.name,
@@ -176,7 +176,7 @@ def measure_server(url: str, suite: Suite, run: ServerRun, say: Say = lambda _: 
         "dataset": suite.dataset, "revision": suite.revision, "max_tokens": run.max_tokens,
         "date": datetime.now(UTC).date().isoformat(), "measured_by": "self",
     } | methods  # fmt: skip
-    lossy = methods.get("rejection_sample_method") in LOSSY
+    lossy = bool(engine.sampling) and not set(engine.sampling.lossy).isdisjoint(methods.values())
     by_category: dict[str, list[PromptGroup]] = {}
     totals = server.rest(counters)
     rows: list[AcceptanceRow] = []

@@ -165,6 +165,24 @@ class Drafting:
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """Where a running server shows how it accepts drafts, and which of its settings say that it forges acceptance.
+
+    Attributes:
+        pages: the paths of the pages that show its settings.
+        forging: settings under which it accepts a fixed number of drafts whatever the target says, with the values that
+            do this; empty for every value but an off one.
+        methods: settings that name its sampling methods, which are fields of `AcceptanceRow` too.
+        lossy: methods that accept close matches, so that the answers are not the target's own.
+    """
+
+    pages: tuple[str, ...]
+    forging: Mapping[str, tuple[str, ...]]
+    methods: tuple[str, ...] = ()
+    lossy: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Serving:
     """What to serve with a started engine.
 
@@ -235,6 +253,7 @@ class Engine:
         launch: how it is told about a head; None if kconv writes no launch file.
         counters: how to read its draft counters; None if it has none.
         drafting: where a server reports how it drafts; None if it does not.
+        sampling: where a server shows how it accepts drafts; None if it does not.
         starter: how kconv starts it; None if it cannot.
         per_request: how it continues token ids and reports what it drafted for them; if None, outputs are compared as
             text.
@@ -259,6 +278,7 @@ class Engine:
     launch: Launch | None = None
     counters: Counters | None = None
     drafting: Drafting | None = None
+    sampling: Sampling | None = None
     starter: Starter | None = None
     per_request: PerRequest | None = None
     architectures: Mapping[type, frozenset[str]] = field(default_factory=dict)

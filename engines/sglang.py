@@ -29,6 +29,7 @@ from .base import (
     Launch,
     NullKey,
     Runner,
+    Sampling,
     Serving,
     Starter,
 )  # fmt: skip
@@ -461,6 +462,7 @@ ENGINE = Engine(
         lambda answer: (answer["choices"][0].get("meta_info") or {}).get(HISTOGRAM),
         beside="/server_info",
     ),
+    sampling=Sampling(("/server_info",), {"SGLANG_SIMULATE_ACC_LEN": (), "simulate_acc_len": ()}),
     starter=Starter(
         _command,
         lambda _: {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},

@@ -15,7 +15,7 @@ from ..drafters.spec import Gqa, HeadSpec
 from ..drafters.yarn import cos_sin_factor, m
 from ..errors import CountersMissing, DefinitionsMixed
 from ..escape import Word, command, terminal
-from .base import DRAFT_TOKENS, Capture, Deployment, Engine, Launch, NullKey
+from .base import DRAFT_TOKENS, Capture, Deployment, Engine, Launch, NullKey, Sampling
 from .common import (
     HIDDEN,
     INPUT,
@@ -300,6 +300,8 @@ ENGINE = Engine(
         _words, YAML, _yaml, is_config=True, unwritten="Its YAML lists the captured layers, which are unknown."
     ),
     counters=replace(_ITERATIONS, read=_read, count=_count, otherwise=_ITERATIONS),
+    # https://github.com/NVIDIA/TensorRT-LLM/blob/2cbdaa0ffa36fbef7960a0ad9f0458373025fa9f/tensorrt_llm/_torch/speculative/interface.py#L1065-L1078
+    sampling=Sampling(("/server_info",), {"TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS": ()}),
     # Configs whose class has a kv_lora_rank by default.
     latent_by_default=("kimi_k2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"),
     # It sizes o_proj, and the attention over a prompt, by the second key (__init__ in `MLA_MODULE`), and its own config

@@ -29,6 +29,7 @@ from .base import (
     Launch,
     NullKey,
     Runner,
+    Sampling,
     Serving,
     Starter,
 )  # fmt: skip
@@ -338,6 +339,19 @@ ENGINE = Engine(
     launch=Launch(_words, "serve-vllm.sh", lambda _, served: f"{escape.command(_words(served))}\n"),
     # It shows its counters only if it speculates.
     counters=Counters("vllm:", "/metrics", "/version", read_counters, _count, lambda _: True),
+    # It shows its settings with VLLM_SERVER_DEV_MODE. Synthetic rejection sampling is only for measuring speed:
+    # https://github.com/vllm-project/vllm/blob/09cb327f1183534adbdf9eee3e438688e75fbe2b/vllm/entrypoints/serve/instrumentator/server_info.py
+    # https://github.com/vllm-project/vllm/pull/40662
+    sampling=Sampling(
+        ("/server_info?config_format=json", "/server_info"),
+        {
+            "rejection_sample_method": ("synthetic",),
+            "synthetic_acceptance_length": (),
+            "synthetic_acceptance_rates": (),
+        },
+        methods=("draft_sample_method", "rejection_sample_method"),
+        lossy=("fly",),
+    ),
     starter=Starter(
         command,
         environment,
