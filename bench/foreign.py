@@ -6,8 +6,7 @@ Nothing in a file is overruled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,9 @@ from pydantic import ValidationError
 
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.schema import find_wrong, parse_json, read_text
+from ..engines.base import Benchmark
+from ..engines.counters import NO_DRAFTS
+from ..engines.registry import engines
 from ..errors import AcceptanceInvalid, DefinitionsMixed
 from .acceptance import AcceptanceFile, AcceptanceRow
 from .golden import CODING, SPEED_BENCH, read_curve
@@ -22,21 +24,6 @@ from .golden import CODING, SPEED_BENCH, read_curve
 LARGEST = 64 << 20  # bytes; with --save-detailed a result holds all answers
 Fields = dict[str, Any]
 FIX = "Pass a result of vllm bench serve, AIPerf or sglang.bench_serving with speculation, or a golden curve."
-
-
-@dataclass(frozen=True)
-class Format:
-    """The form of a program's results.
-
-    Attributes:
-        title: the program.
-        marks: keys that all of its results have.
-        read: returns the fields of a row from a result.
-    """
-
-    title: str
-    marks: tuple[str, ...]
-    read: Callable[[Mapping[str, Any], object], Fields]
 
 
 def quote(file: Path, head: str | None, url: str | None, said: Mapping[str, Any]) -> AcceptanceFile:
@@ -101,9 +88,10 @@ def _results(text: str, file: Path) -> tuple[str, list[Fields]]:
             raise AcceptanceInvalid(f"{file.name} is not valid JSON", where=file, fix=FIX) from fault
     if not found:
         raise AcceptanceInvalid(f"{file.name} is empty", where=file, fix=FIX)
+    known = [AIPERF, *(one.benchmark for one in engines() if one.benchmark)]
     rows, titles = [], []
     for result in found:
-        form = next((form for form in FORMATS if isinstance(result, dict) and result.keys() >= set(form.marks)), None)
+        form = next((form for form in known if isinstance(result, dict) and result.keys() >= set(form.marks)), None)
         if form is None:
             raise AcceptanceInvalid(f"{file.name} is not a result of a program that kconv knows", where=file, fix=FIX)
         titles.append(form.title)
@@ -114,24 +102,6 @@ def _results(text: str, file: Path) -> tuple[str, list[Fields]]:
                 f"{file.name} is not a result of {form.title} in a form that kconv knows", where=file, fix=FIX
             ) from fault
     return titles[0], rows
-
-
-def _vllm(result: Mapping[str, Any], where: object) -> Fields:
-    """https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/benchmarks/serve.py#L1335-L1345"""
-    drafts, accepted = result.get("spec_decode_num_drafts"), result.get("spec_decode_accepted_tokens")
-    rates = result.get("spec_decode_per_position_acceptance_rates") or None
-    if not drafts or accepted is None:
-        raise _no_drafts(where, "Run it against a server that speculates and shows its counters.")
-    if result.get("failed"):
-        raise AcceptanceInvalid(f"{result['failed']} requests failed", where=where, fix="Measure again.")
-    date = str(result["date"])
-    return {
-        "metric": "al_incl_bonus", "averaging": "micro_steps", "value": round(1 + accepted / drafts, 6),
-        "drafts": drafts, "rates": rates, "draft_tokens": len(rates) if rates else None, "engine": "vllm",
-        "target": result["model_id"], "prompts": result["completed"], "date": f"{date[:4]}-{date[4:6]}-{date[6:8]}",
-        "published_as": "spec_decode_acceptance_length",
-        "note": "from the server's counters, which include any other use of it",
-    }  # fmt: skip
 
 
 def _aiperf(result: Mapping[str, Any], where: object) -> Fields:
@@ -146,7 +116,8 @@ def _aiperf(result: Mapping[str, Any], where: object) -> Fields:
     # The histogram alone does not tell K: its last positions may never have been reached.
     drafts, accepted = sum(histogram.values()), sum(place * steps for place, steps in histogram.items())
     if not drafts:
-        raise _no_drafts(where, "Start vLLM with --per-request-spec-decode-metrics, which AIPerf reads.")
+        fix = "Start vLLM with --per-request-spec-decode-metrics, which AIPerf reads."
+        raise AcceptanceInvalid(NO_DRAFTS, where=where, fix=fix)
     config = result.get("input_config") or {}
     names = [one.get("name") for one in (config.get("models") or {}).get("items") or ()]
     asked = [str(one.get("format") or one.get("dataset") or "") for one in config.get("datasets") or ()]
@@ -166,33 +137,4 @@ def _asked(selector: str) -> Fields:
     return {"dataset": selector.removeprefix("spec_al_")} if selector.startswith("spec_al_") else {}
 
 
-def _sglang(result: Mapping[str, Any], where: object) -> Fields:
-    """https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/benchmark/serving.py#L1649-L1656"""
-    if not result["accept_length"]:
-        raise _no_drafts(where, "Run it against a server that speculates.")
-    server = result.get("server_info") or {}
-    topk, nodes = server.get("speculative_eagle_topk"), server.get("speculative_num_draft_tokens")
-    simulated = [name for name in server if "simulate_acc" in name.lower() and server[name]]
-    if simulated:
-        raise AcceptanceInvalid(
-            f"the server forged its acceptance: {simulated[0]} was set", where=where, fix="Measure without it."
-        )
-    return {
-        "metric": "al_incl_bonus", "averaging": "micro_steps", "value": round(float(result["accept_length"]), 6),
-        "draft_tokens": server.get("speculative_num_steps"), "engine": "sglang",
-        "engine_version": server.get("version"), "target": server.get("model_path"), "dataset": result["dataset_name"],
-        "tree": None if topk is None else "chain" if topk == 1 else f"topk={topk},nodes={nodes}",
-        "published_as": "accept_length",
-        "note": "a mean over everything the server did since it started, up to its last log line",
-    }  # fmt: skip
-
-
-def _no_drafts(where: object, fix: str) -> AcceptanceInvalid:
-    return AcceptanceInvalid("the result has no draft figures", where=where, fix=fix)
-
-
-FORMATS = (
-    Format("AIPerf", ("aiperf_version", "request_count"), _aiperf),
-    Format("sglang.bench_serving", ("accept_length", "backend"), _sglang),
-    Format("vllm bench serve", ("model_id", "num_prompts", "completed", "date"), _vllm),
-)
+AIPERF = Benchmark("AIPerf", ("aiperf_version", "request_count"), _aiperf)

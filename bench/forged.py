@@ -1,7 +1,8 @@
 """Servers that forge acceptance: they accept a fixed number of drafts whatever the target says, to measure speed only.
 
-Each engine's own file names the settings that do this. vLLM, SGLang and TensorRT-LLM then always accept the whole part of the length, and one token more with the probability of the remainder. So the
-counts reveal a setting that the server does not show: every position but one is accepted always or never.
+Each engine's own file names the settings that do this. vLLM, SGLang and TensorRT-LLM then always accept the whole part
+of the length, and one token more with the probability of the remainder. So the counts reveal a setting that the server
+does not show: every position but one is accepted always or never.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from typing import Any
 
 from .. import escape
 from ..checkpoint.schema import parse_yaml
+from ..engines.registry import engines
 from ..errors import AcceptanceInvalid, DefinitionsMixed
 from .acceptance import LINE, METHOD, AcceptanceFile, AcceptanceRow, suite_name
 
@@ -32,8 +33,7 @@ CATEGORY = re.compile(r"^# dataset: ([\w-]+)", re.M)
 LIMIT = re.compile(r"^# .*output_len: (\d+)", re.M)
 TEMPERATURE = r"(?:temperature[:=]|temp) ?(\d+(?:\.\d+)?)"
 DRAFT = re.compile(r"(?:^# Draft model: |, draft: )([\w./-]+)", re.M)
-ENGINE = re.compile(r"^# Measured on [^\n(]*\([^\n)]*\b(vLLM|SGLang|TensorRT-LLM)\b", re.M)
-ENGINES = {"vLLM": "vllm", "SGLang": "sglang", "TensorRT-LLM": "trtllm"}
+MEASURED_ON = r"^# Measured on [^\n(]*\([^\n)]*\b({titles})\b"
 METHODS = ("draft_sample_method", "rejection_sample_method")
 
 
@@ -113,7 +113,7 @@ def _refuse_apart(one: AcceptanceRow, other: AcceptanceRow, names: Sequence[str]
 def _heading(file: AcceptanceFile, some: AcceptanceRow, modes: Mapping[str, Mapping[int, AcceptanceRow]]) -> list[str]:
     dataset, engine = suite_name(some.dataset), " ".join(filter(None, (some.engine, some.engine_version)))
     methods = "".join(f" | {name}={some[name]}" for name in METHODS if some[name])
-    title = {name: title for title, name in ENGINES.items()}.get(some.engine or "", "")
+    title = next((one.title for one in engines() if one.name == some.engine), "")
     return [
         f"Acceptance Length (AL) reference values measured with {dataset}.",
         f"dataset: {some.category or 'all'} | prompts: {some.prompts} | revision: {some.revision}",
@@ -155,9 +155,12 @@ def read_curve(text: str, where: object) -> tuple[str | None, str | None, list[d
               "published_as": "golden AL"}  # fmt: skip
     if SUITE.search(text):
         shared["dataset"] = SPEED_BENCH
-    for name, pattern in (("category", CATEGORY), ("max_tokens", LIMIT), ("engine", ENGINE)):
+    for name, pattern in (("category", CATEGORY), ("max_tokens", LIMIT)):
         if found := pattern.search(text):
-            shared[name] = int(found[1]) if name == "max_tokens" else ENGINES.get(found[1], found[1])
+            shared[name] = int(found[1]) if name == "max_tokens" else found[1]
+    named = {one.title: one.name for one in engines()}
+    if found := re.search(MEASURED_ON.format(titles="|".join(map(re.escape, named))), text, re.M):
+        shared["engine"] = named[found[1]]
     for name in METHODS:
         if found := re.search(rf"^# .*\b{name}=(\w+)", text, re.M):
             shared[name] = found[1]

@@ -183,6 +183,22 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Benchmark:
+    """The form in which a program that measures servers writes its results.
+
+    Attributes:
+        title: the program.
+        marks: keys that all of its results have.
+        read: returns the fields of an `AcceptanceRow` from a result; the second argument says where it is. It raises
+            `AcceptanceInvalid` if the result has no figures, and any error of a lookup if it has another form.
+    """
+
+    title: str
+    marks: tuple[str, ...]
+    read: Callable[[Mapping[str, Any], object], dict[str, Any]]
+
+
+@dataclass(frozen=True)
 class Serving:
     """What to serve with a started engine.
 
@@ -254,6 +270,7 @@ class Engine:
         counters: how to read its draft counters; None if it has none.
         drafting: where a server reports how it drafts; None if it does not.
         sampling: where a server shows how it accepts drafts; None if it does not.
+        benchmark: the form of its own benchmark's results, which `kconv quote` reads; None if it has none.
         starter: how kconv starts it; None if it cannot.
         per_request: how it continues token ids and reports what it drafted for them; if None, outputs are compared as
             text.
@@ -279,6 +296,7 @@ class Engine:
     counters: Counters | None = None
     drafting: Drafting | None = None
     sampling: Sampling | None = None
+    benchmark: Benchmark | None = None
     starter: Starter | None = None
     per_request: PerRequest | None = None
     architectures: Mapping[type, frozenset[str]] = field(default_factory=dict)

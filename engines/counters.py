@@ -13,6 +13,7 @@ from typing import Any
 from ..errors import AcceptanceInvalid, CountersMissing, CountersReset, DefinitionsMixed
 
 SAY_K = "Pass the K that the server was started with (--draft-tokens)"
+NO_DRAFTS = "the result has no draft figures"
 # More than any engine counts or uses as a token id, and exact as a float.
 MOST = 1 << 48
 MOST_PLACES = 1000  # a page may claim any number of positions

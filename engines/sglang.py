@@ -16,11 +16,12 @@ from ..drafters.eagle3 import EAGLE3
 from ..drafters.keys import CONVENTION, IDS, INPUTS, OUTPUTS, TOP
 from ..drafters.spec import Gqa, HeadSpec, Mla
 from ..drafters.yarn import cos_sin_factor, m
-from ..errors import CountersDisturbed, CountersMissing
+from ..errors import AcceptanceInvalid, CountersDisturbed, CountersMissing
 from ..escape import Word, command
 from .base import (
     DRAFT_TOKENS,
     HOST,
+    Benchmark,
     Capture,
     Config,
     Deployment,
@@ -50,7 +51,7 @@ from .common import (
     yarn_of,
 )
 from .config import identity, write_keys
-from .counters import Counters, Counts, PerRequest, Totals, totals
+from .counters import NO_DRAFTS, Counters, Counts, PerRequest, Totals, totals
 from .layout import Layout, Limit, Row, TargetFacts, TargetLimit
 from .start_server import start
 from .vllm import FC_WIDTH, NO_NORM, TYPED
@@ -429,6 +430,27 @@ def _count(d: Mapping[str, float], _k: int, requests: int, prompts: int) -> Coun
     return Counts(d[VERIFY], d[GENERATED] - requests - d[VERIFY], None, prompts)
 
 
+def _quote(result: Mapping[str, Any], where: object) -> dict[str, Any]:
+    """https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/benchmark/serving.py#L1649-L1656"""
+    if not result["accept_length"]:
+        raise AcceptanceInvalid(NO_DRAFTS, where=where, fix="Run it against a server that speculates.")
+    server = result.get("server_info") or {}
+    topk, nodes = server.get("speculative_eagle_topk"), server.get("speculative_num_draft_tokens")
+    simulated = [name for name in server if "simulate_acc" in name.lower() and server[name]]
+    if simulated:
+        raise AcceptanceInvalid(
+            f"the server forged its acceptance: {simulated[0]} was set", where=where, fix="Measure without it."
+        )
+    return {
+        "metric": "al_incl_bonus", "averaging": "micro_steps", "value": round(float(result["accept_length"]), 6),
+        "draft_tokens": server.get("speculative_num_steps"), "engine": "sglang",
+        "engine_version": server.get("version"), "target": server.get("model_path"), "dataset": result["dataset_name"],
+        "tree": None if topk is None else "chain" if topk == 1 else f"topk={topk},nodes={nodes}",
+        "published_as": "accept_length",
+        "note": "a mean over everything the server did since it started, up to its last log line",
+    }  # fmt: skip
+
+
 ENGINE = Engine(
     name="sglang",
     title="SGLang",
@@ -463,6 +485,7 @@ ENGINE = Engine(
         beside="/server_info",
     ),
     sampling=Sampling(("/server_info",), {"SGLANG_SIMULATE_ACC_LEN": (), "simulate_acc_len": ()}),
+    benchmark=Benchmark("sglang.bench_serving", ("accept_length", "backend"), _quote),
     starter=Starter(
         _command,
         lambda _: {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},

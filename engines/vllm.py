@@ -17,11 +17,12 @@ from ..checkpoint.folder import read_json
 from ..drafters.eagle3 import EAGLE3
 from ..drafters.keys import CONVENTION, IDS, INPUTS, TOP
 from ..drafters.spec import Gqa, HeadSpec, Linear, Mla, Yarn
-from ..errors import CountersMissing
+from ..errors import AcceptanceInvalid, CountersMissing
 from ..escape import Word
 from .base import (
     DRAFT_TOKENS,
     HOST,
+    Benchmark,
     Capture,
     Config,
     Deployment,
@@ -51,7 +52,7 @@ from .common import (
     norms_qk,
 )
 from .config import identity, write_keys
-from .counters import Counters, Counts, PerRequest, Totals, totals
+from .counters import NO_DRAFTS, Counters, Counts, PerRequest, Totals, totals
 from .layout import Layout, Limit
 from .start_server import start
 
@@ -260,6 +261,25 @@ def _histogram(answer: Any) -> list[int] | None:
     return ((answer.get("metrics") or {}).get("speculative_decoding") or {}).get("acceptance_histogram")
 
 
+def _quote(result: Mapping[str, Any], where: object) -> dict[str, Any]:
+    """https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/benchmarks/serve.py#L1335-L1345"""
+    drafts, accepted = result.get("spec_decode_num_drafts"), result.get("spec_decode_accepted_tokens")
+    rates = result.get("spec_decode_per_position_acceptance_rates") or None
+    if not drafts or accepted is None:
+        fix = "Run it against a server that speculates and shows its counters."
+        raise AcceptanceInvalid(NO_DRAFTS, where=where, fix=fix)
+    if result.get("failed"):
+        raise AcceptanceInvalid(f"{result['failed']} requests failed", where=where, fix="Measure again.")
+    date = str(result["date"])
+    return {
+        "metric": "al_incl_bonus", "averaging": "micro_steps", "value": round(1 + accepted / drafts, 6),
+        "drafts": drafts, "rates": rates, "draft_tokens": len(rates) if rates else None, "engine": "vllm",
+        "target": result["model_id"], "prompts": result["completed"], "date": f"{date[:4]}-{date[4:6]}-{date[6:8]}",
+        "published_as": "spec_decode_acceptance_length",
+        "note": "from the server's counters, which include any other use of it",
+    }  # fmt: skip
+
+
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
@@ -352,6 +372,7 @@ ENGINE = Engine(
         methods=("draft_sample_method", "rejection_sample_method"),
         lossy=("fly",),
     ),
+    benchmark=Benchmark("vllm bench serve", ("model_id", "num_prompts", "completed", "date"), _quote),
     starter=Starter(
         command,
         environment,

@@ -24,6 +24,7 @@ from support.growth import LINEAR, growth
 import kconv
 from kconv.bench import forged, golden
 from kconv.cards import license_checks, licenses
+from kconv.engines.registry import engines
 from kconv.cards.publish import secrets
 from kconv.validate.rules import target
 
@@ -42,11 +43,14 @@ METHODS: dict[str, Callable[[re.Pattern[Any], Any], object]] = {
 }
 # By file: the patterns that a function puts together, by the method that they are used with.
 PUT_TOGETHER: dict[str, Iterable[tuple[str, str]]] = {
-    "bench/forged.py": [("search", name + forged._VALUE) for name in forged.FORGING],
+    "bench/forged.py": [
+        ("search", name + forged._VALUE) for one in engines() if one.sampling for name in one.sampling.forging
+    ],
     "bench/golden.py": [
         ("search", rf"(?m)^# .*\b{golden.METHODS[0]}=(\w+)"),
         ("search", rf"(?m)^# thinking_on ?:.*?{golden.TEMPERATURE}"),
         ("search", rf"(?m)^# dataset:.*?{golden.TEMPERATURE}"),
+        ("search", "(?m)" + golden.MEASURED_ON.format(titles="vLLM|SGLang|TensorRT-LLM")),
     ],
     "cards/license_checks.py": [("search", f"(?i){one}") for one in license_checks.ENDORSED],
     "cards/licenses.py": [("search", mark) for license_ in licenses._ALL for mark in license_.marks],
