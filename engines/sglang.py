@@ -457,6 +457,7 @@ ENGINE = Engine(
     layouts=(SGLANG,),
     release="0.5.23",
     runners=(Runner("sglang", _in_sglang, _states),),
+    packages=("sglang", "sglang_cpu"),
     captures=CAPTURES,
     launch=Launch(_words, "serve-sglang.sh", _script),
     counters=Counters(

