@@ -9,7 +9,7 @@ from typing import Any
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.source import HUB_ID
 from ..engines.base import Deployment
-from ..engines.registry import engine
+from ..engines.registry import engines
 from ..escape import command
 from ..validate.report import Report
 from .evidence import Evidence
@@ -21,13 +21,6 @@ REPEATED = ("target_made.jinja", "target_measured.jinja")
 TEMPLATE = "target.md.jinja"
 # How much perplexity may grow, beyond its standard error, before publishing needs a reason.
 MAX_GROWTH = 0.01
-# What a target of this size needs. The format needs no option: engines read config.json's quantization_config.
-# https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py#L725
-ARGUMENTS = {
-    "vllm": ("--tensor-parallel-size", "8"),
-    "sglang": ("--tp-size", "8"),
-    "trtllm": ("--tp_size", "8"),
-}
 
 
 def is_target(manifest: Manifest | None) -> bool:
@@ -67,10 +60,10 @@ def figures(evidence: Evidence) -> dict[str, Any]:
 
 def _commands(evidence: Evidence) -> Iterator[tuple[str, str]]:
     """Yield the title of each engine that kconv can name a command of, and that command."""
-    for name, arguments in ARGUMENTS.items():
-        if launch := engine(name).launch:
-            served = Deployment(evidence.name, None, evidence.own_code, arguments)
-            yield engine(name).title, command(launch.words(served))
+    for engine in engines():
+        if (launch := engine.launch) and launch.spread:
+            served = Deployment(evidence.name, None, evidence.own_code, launch.spread)
+            yield engine.title, command(launch.words(served))
 
 
 def _rows(report: Report | None) -> list[tuple[str, str]]:

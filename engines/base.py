@@ -135,6 +135,8 @@ class Launch:
         is_config: whether the command names the file, which is then not a script.
         unwritten: what a card says if the file is not there; "" for nothing.
         drafters: the families that it serves in this way.
+        spread: the further words for a quantized target of Kimi-K2's size on eight GPUs; if empty, its card shows no
+            command of this engine. The format needs no option: engines read config.json's quantization_config.
     """
 
     words: Callable[[Deployment], list[Word]]
@@ -143,6 +145,7 @@ class Launch:
     is_config: bool = False
     unwritten: str = ""
     drafters: tuple[str, ...] = (EAGLE3.name,)
+    spread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -459,7 +459,7 @@ ENGINE = Engine(
     runners=(Runner("sglang", _in_sglang, _states),),
     packages=("sglang", "sglang_cpu"),
     captures=CAPTURES,
-    launch=Launch(_words, "serve-sglang.sh", _script),
+    launch=Launch(_words, "serve-sglang.sh", _script, spread=("--tp-size", "8")),
     counters=Counters(
         marks="sglang:",
         metrics="/metrics",

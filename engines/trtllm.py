@@ -298,7 +298,12 @@ ENGINE = Engine(
     packages=("tensorrt_llm",),
     captures=CAPTURES,
     launch=Launch(
-        _words, YAML, _yaml, is_config=True, unwritten="Its YAML lists the captured layers, which are unknown."
+        _words,
+        YAML,
+        _yaml,
+        is_config=True,
+        unwritten="Its YAML lists the captured layers, which are unknown.",
+        spread=("--tp_size", "8"),
     ),
     counters=replace(_ITERATIONS, read=_read, count=_count, otherwise=_ITERATIONS),
     # https://github.com/NVIDIA/TensorRT-LLM/blob/2cbdaa0ffa36fbef7960a0ad9f0458373025fa9f/tensorrt_llm/_torch/speculative/interface.py#L1065-L1078

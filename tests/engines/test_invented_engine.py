@@ -24,7 +24,7 @@ from kconv.drafters.eagle3 import EAGLE3
 from kconv.drafters.keys import CONVENTION, IDS, OUTPUTS, ConfigTable
 from kconv.drafters.spec import HeadSpec
 from kconv.engines import registry
-from kconv.engines.base import Deployment, Engine, Launch, Runner
+from kconv.engines.base import Benchmark, Deployment, Engine, Launch, Runner, Sampling
 from kconv.engines.common import OUTSIDE, eagle_config, layer_rows, listed_ids
 from kconv.engines.config import identity, write_keys
 from kconv.engines.counters import Counters, Counts, Totals, totals
@@ -41,7 +41,7 @@ def _write(spec: HeadSpec) -> dict[str, Any]:
 
 
 def _words(served: Deployment) -> list[Word]:
-    return ["otter", "serve", served.target, *(["--draft", served.head] if served.head else [])]
+    return ["otter", "serve", served.target, *(["--draft", served.head] if served.head else []), *served.arguments]
 
 
 def _read(metrics: str) -> Totals:
@@ -77,7 +77,12 @@ ENGINE = Engine(
         ),
     ),
     runners=(Runner("otter", lambda config, _: listed_ids(eagle_config(config).get(IDS))),),
-    launch=Launch(_words, "serve-otter.sh", lambda _, served: f"{command(_words(served))}\n"),
+    launch=Launch(_words, "serve-otter.sh", lambda _, served: f"{command(_words(served))}\n", spread=("--gpus", "8")),
+    packages=("otter",),
+    sampling=Sampling(("/otter-settings",), {"OTTER_PRETENDS": ()}),
+    benchmark=Benchmark(
+        "otter bench", ("otter_al",), lambda result, _: {"engine": "otter", "value": result["otter_al"]}
+    ),
     counters=Counters("otter_", "/otter", "/version", _read, _count, lambda d: bool(d[DRAFTS])),
 )
 
@@ -205,8 +210,40 @@ def test_it_stands_on_a_card(heads):
 
 
 @installed
-def test_its_counters_are_read_by_bench():
+def test_it_stands_on_the_card_of_a_target(tmp_path):
+    from kconv.cards.evidence import Evidence
+    from kconv.cards.facts import Facts
+    from kconv.cards.target_card import figures
+
+    commands = dict(figures(Evidence(tmp_path, Facts(name="org/target-nvfp4")))["commands"])
+    assert commands["Otter"] == "otter serve org/target-nvfp4 --gpus 8"
+
+
+@installed
+def test_its_packages_are_looked_for():
+    from click.testing import CliRunner
+
+    from kconv.cli import main
+
+    done = CliRunner().invoke(main, ["env", "--json"])
+    assert json.loads(done.stdout)["engines"]["otter"] == "1.0"
+
+
+@installed
+def test_its_own_results_can_be_quoted(tmp_path):
+    from kconv.bench.foreign import quote
+
+    (tmp_path / "result.json").write_text(json.dumps({"otter_al": 2.5}))
+    said = {"dataset": "mt-bench", "metric": "al_incl_bonus", "averaging": "micro_steps", "draft_tokens": 3}
+    found = quote(tmp_path / "result.json", "my-head", None, said)
+    assert (found.rows[0].engine, found.rows[0].value) == ("otter", 2.5) and "otter bench" in found.rows[0].note
+
+
+@installed
+@pytest.mark.parametrize("forging", [False, True])
+def test_its_counters_are_read_by_bench(forging):
     from kconv.bench.measure import ServerRun, measure_server
+    from kconv.errors import AcceptanceForged
     from kconv.targets.prompts import Prompt
     from kconv.targets.suites import Suite
 
@@ -217,6 +254,8 @@ def test_its_counters_are_read_by_bench():
             return 200, "".join(f"{name} {count}.0\n" for name, count in counted.items())
         if path == "/version":
             return 200, json.dumps({"version": "1.0"})
+        if path == "/otter-settings":
+            return 200, json.dumps({"OTTER_PRETENDS": 2.5 if forging else None})
         if body is None:
             return (200, json.dumps({"data": [{"id": "tiny"}]})) if path == "/v1/models" else (404, "")
         counted[DRAFTS] += 2
@@ -226,6 +265,10 @@ def test_its_counters_are_read_by_bench():
 
     prompts = tuple(Prompt(f"p{i}", "", (f"Say {i}.",)) for i in range(3))
     with serving(answer) as url:
+        if forging:
+            with pytest.raises(AcceptanceForged, match="OTTER_PRETENDS is"):
+                measure_server(url, Suite("tiny", "sha256:00", (("", prompts),)), ServerRun(3, "my-head"))
+            return
         found = measure_server(url, Suite("tiny", "sha256:00", (("", prompts),)), ServerRun(3, "my-head"))
     row = found.rows[0]
     assert (row.engine, row.engine_version, row.value, row.drafts) == ("otter", "1.0", 2.5, 6)
@@ -256,4 +299,4 @@ def test_an_engine_of_another_package_is_known_everywhere(tmp_path):
         text=True,
     )
     assert run.returncode == 0, run.stdout[-4000:]
-    assert "8 passed" in run.stdout
+    assert "12 passed" in run.stdout
