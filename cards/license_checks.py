@@ -15,8 +15,8 @@ from ..checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from ..checkpoint.schema import read_text
 from ..errors import KconvError
 from ..escape import code
+from ..rule import Found, Rule
 from ..validate.report import SEVERITIES, Finding
-from ..validate.rules.rule import Found, Rule
 from .evidence import Evidence, cell
 from .facts import Facts
 from .front_matter import CARD, FrontMatter, read_card, read_front_matter, source_head

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from ..operations.verify import Verified
     from ..operations.vocab import VocabChanged, VocabExamined
     from ..quantize.plan import QuantizePlan
+    from ..rule import Rule
     from ..train.plan import TrainPlan
     from ..validate.report import Report, Verdict
-    from ..validate.rules.rule import Rule
 
 # Line width for files and pipes; longer than any of kconv's lines.
 UNFOLDED = 400

@@ -152,7 +152,7 @@ class Drafter:
         looks_like: whether tensor names are its own under any prefix, so that it is named though its layout is unknown.
         lines: the lines of `kconv inspect` about a spec, besides those that every drafter has.
         norm_fix: what to do about a norm that the config does not ask for; "" for what is said of any other tensor.
-        rules: the rules of `validate` that are its own, `validate.rules.rule.Rule`s; read by `validate.rules.table`.
+        rules: the rules of `validate` that are its own, `Rule`s; read by `validate.rules.table`.
         trainer: ModelOpt's mode for it; "" if kconv cannot train it.
     """
 

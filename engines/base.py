@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..drafters.base import Spec
 from ..drafters.eagle3 import EAGLE3
 from ..drafters.spec import Gqa, Mla
 from ..escape import Word
+from ..rule import Rule
 from .counters import Counters, PerRequest
 from .layout import Layout
 
@@ -288,6 +289,8 @@ class Engine:
         flags: where it reads a flag, by the flag's field in `Drafter.keys`; only for flags that it does not read
             everywhere.
         null_keys: keys for which it treats null differently from absent.
+        rules: its own rules, about `checks.HeadFacts`; one that names no engines concerns all of its runners.
+        shared_rules: the ids of kconv's rules about some engines that hold for it.
     """
 
     name: str
@@ -312,10 +315,14 @@ class Engine:
     rope_rows: Callable[[Any], float] = rows_as_stated
     flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     null_keys: tuple[NullKey, ...] = ()
+    rules: tuple[Rule[Any], ...] = ()
+    shared_rules: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.runners:
             object.__setattr__(self, "runners", (Runner(self.name),))
+        named = tuple(rule if rule.engines else replace(rule, engines=self.runner_names) for rule in self.rules)
+        object.__setattr__(self, "rules", named)
 
     def capture(self, model_type: str) -> Capture | None:
         """Return how it captures layers from a target of this model type; None if that is unknown."""

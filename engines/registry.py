@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -69,7 +69,8 @@ OWN_LAYOUTS = {
     )
 }
 # Ids of this form are reserved for kconv.
-OWN_ID = re.compile(r"[KP]\d+")
+OWN_ID = re.compile(r"[KPL]\d+")
+OWN_ID_FIX = "Give it an id specific to the package, e.g. LMDEPLOY1."
 
 
 def __getattr__(name: str) -> Any:
@@ -338,10 +339,18 @@ def _known() -> tuple[tuple[Engine, ...], tuple[Layout, ...]]:
     return tuple(found_engines), tuple(found_layouts)
 
 
-def _refuse_taken(new: Engine, known: Iterable[Engine], where: str) -> None:
+def _refuse_taken(new: Engine, known: Sequence[Engine], where: str) -> None:
     taken = {"all"} | {name for one in known for name in (one.name, *one.runner_names)}
     if double := sorted(taken & {new.name, *new.runner_names}):
         raise PluginInvalid(f"there is already an engine {', '.join(double)}", where=where, fix="Give it another name.")
+    given = {rule.id for one in known for rule in one.rules}
+    for rule in new.rules:
+        if rule.id in given or OWN_ID.fullmatch(rule.id):
+            raise PluginInvalid(
+                f"the rule {rule.name!r} has the id {rule.id}, which belongs to kconv or to another rule",
+                where=where,
+                fix=OWN_ID_FIX,
+            )
 
 
 def _refuse_taken_layout(new: Layout, known: Iterable[Layout], where: str) -> None:
@@ -353,5 +362,5 @@ def _refuse_taken_layout(new: Layout, known: Iterable[Layout], where: str) -> No
             raise PluginInvalid(
                 f"the limit {limit.name!r} has the id {limit.id}, which belongs to kconv or to another limit",
                 where=where,
-                fix="Give it an id specific to the package, e.g. LMDEPLOY1.",
+                fix=OWN_ID_FIX,
             )

@@ -7,17 +7,18 @@ https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/kimi
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.formats import NVFP4
 from ..drafters.eagle3 import EAGLE3
-from ..drafters.keys import CONVENTION, IDS, INPUTS, OUTPUTS, TOP
+from ..drafters.keys import CONVENTION, IDS, INPUTS, NESTED, OUTPUTS, TOP
 from ..drafters.spec import Gqa, HeadSpec, Mla
 from ..drafters.yarn import cos_sin_factor, m
 from ..errors import AcceptanceInvalid, CountersDisturbed, CountersMissing
 from ..escape import Word, command
+from ..rule import Found, Rule
 from .base import (
     DRAFT_TOKENS,
     HOST,
@@ -34,6 +35,7 @@ from .base import (
     Serving,
     Starter,
 )  # fmt: skip
+from .checks import HeadFacts, fed_otherwise, other_class
 from .common import (
     HIDDEN,
     INPUT,
@@ -451,6 +453,78 @@ def _quote(result: Mapping[str, Any], where: object) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def captured_layer_0(head: HeadFacts) -> Iterator[Found]:
+    if head.captured and head.captured[0] == 0 and (head.target is None or head.target.model_type in DEEPSEEKS):
+        yield Found("config.json", "the head reads the output of layer 0")
+
+
+def lm_head_random(head: HeadFacts) -> Iterator[Found]:
+    stated = head.flat.get("draft_vocab_size")
+    if head.spec and not head.misfits and "lm_head" not in head.slots and stated is not None:
+        yield Found("lm_head.weight", f"lm_head is missing, and draft_vocab_size is {stated!r}")
+
+
+RULES: tuple[Rule[HeadFacts], ...] = (
+    Rule(
+        "K141",
+        "captured-misread",
+        "error",
+        "SGLang reads the list in eagle_config as other layers than the head was trained on. It reads layer outputs "
+        "if the list begins with 1 or if the target is not a DeepSeek or Kimi. Otherwise it reads layer inputs.",
+        fix="Convert the head with kconv to-sglang --target, which writes the list as SGLang reads it for that target.",
+        seen_in="https://github.com/sgl-project/sglang/pull/25454",
+        check=lambda s: fed_otherwise(s, ENGINE.runners, NESTED),
+        subject="Captured layers",
+    ),
+    Rule(
+        "K330",
+        "sglang-captures-layer-0",
+        "error",
+        "SGLang cannot capture the output of layer 0 of a DeepSeek or Kimi target. An unknown target counts as one.",
+        fix="Give --target if the head drafts for another model. Otherwise serve it with vLLM or TensorRT-LLM.",
+        seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/deepseek_v2.py#L3470-L3473",
+        check=captured_layer_0,
+        subject="Captured layers",
+    ),
+    Rule(
+        "K187",
+        "architecture-unknown-to-sglang",
+        "error",
+        "SGLang does not know this class name for this kind of head. It loads LlamaForCausalLM as a plain Llama, and"
+        " rewrites DeepseekV3ForCausalLM to NextN.",
+        fix="Convert the head (kconv to-sglang), which names the class.",
+        seen_in="https://github.com/sgl-project/sglang/pull/33966",
+        check=lambda s: other_class(s, ENGINE.architectures),
+        subject="Model type and class",
+    ),
+    Rule(
+        "K133",
+        "lm-head-random",
+        "error",
+        "lm_head is missing and draft_vocab_size is set. SGLang then serves a random lm_head, and the"
+        " acceptance length is 1.00.",
+        fix="Add the target's lm_head (kconv to-sglang HEAD OUT --target T), or set draft_vocab_size to null.",
+        seen_in="https://github.com/sgl-project/sglang/pull/27908",
+        check=lm_head_random,
+        subject="Tensors",
+    ),
+    Rule(
+        "K171",
+        "draft-vocab-key",
+        "error",
+        "The config has no draft_vocab_size. SGLang cannot build a GQA head without it.",
+        fix="State it: the number of rows of lm_head, or null for the target's vocabulary.",
+        seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/llama_eagle3.py#L306",
+        check=lambda s: (
+            [Found("config.json: draft_vocab_size", "the key is absent")]
+            if s.layout is not None and not s.is_mla and "draft_vocab_size" not in s.flat
+            else ()
+        ),
+        subject="Vocabulary",
+    ),
+)
+
+
 ENGINE = Engine(
     name="sglang",
     title="SGLang",
@@ -509,6 +583,8 @@ ENGINE = Engine(
             "speculative_draft_model_path",
         ),
     ),
+    rules=RULES,
+    shared_rules=("K154", "K163", "K182", "K192", "K194", "K410"),
     # https://github.com/sgl-project/sglang/pull/33966
     architectures={
         Gqa: frozenset(("LlamaForCausalLMEagle3",)),

@@ -15,7 +15,9 @@ from ..drafters.spec import Gqa, HeadSpec
 from ..drafters.yarn import cos_sin_factor, m
 from ..errors import CountersMissing, DefinitionsMixed
 from ..escape import Word, command, terminal
+from ..rule import Found, Rule
 from .base import DRAFT_TOKENS, Capture, Deployment, Engine, Launch, NullKey, Sampling
+from .checks import HeadFacts, first_architecture
 from .common import (
     HIDDEN,
     INPUT,
@@ -290,6 +292,69 @@ _ITERATIONS = Counters(
     note="verify steps are drafts of a first token; without counts by position, drafted tokens divided by K",
 )
 
+# Configs whose class has a kv_lora_rank by default.
+LATENT_BY_DEFAULT = ("kimi_k2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa")
+RULES: tuple[Rule[HeadFacts], ...] = (
+    Rule(
+        "K144",
+        "captured-by-flag",
+        "note",
+        "TensorRT-LLM reads the captured layers only from its serving YAML.",
+        fix="Serve with eagle3_layers_to_capture in speculative_config; kconv to-trtllm writes such a file.",
+        seen_in="https://github.com/NVIDIA/TensorRT-LLM/issues/15182",
+        check=lambda s: (
+            [Found("config.json", f"serve with eagle3_layers_to_capture: {list(s.captured)}")]
+            if s.captured is not None
+            else ()
+        ),
+        subject="Captured layers",
+    ),
+    Rule(
+        "K166",
+        "positions-unstated",
+        "error",
+        "The config has no max_position_embeddings. TensorRT-LLM assumes 4,096 for an MLA head and reads past"
+        " the end of its table of angles.",
+        fix="State the longest context that you will serve. Conversions take --max-positions.",
+        seen_in="https://github.com/sgl-project/sglang/issues/10787",
+        check=lambda s: (
+            [Found("config.json: max_position_embeddings", "the key is absent")]
+            if s.layout is not None and s.flat.get("max_position_embeddings") is None
+            else ()
+        ),
+        subject="RoPE",
+    ),
+    Rule(
+        "K188",
+        "latent-by-class",
+        "error",
+        "TensorRT-LLM builds MLA for this model_type, but the head's attention is not MLA. The model_type's config "
+        "class has a default kv_lora_rank.",
+        fix="Set model_type to llama.",
+        seen_in="https://github.com/NVIDIA/TensorRT-LLM/pull/9677",
+        check=lambda s: (
+            [Found("config.json: model_type", f"{s.config['model_type']!r}, but the head has no kv_b_proj")]
+            if not s.is_mla and s.config.get("model_type") in LATENT_BY_DEFAULT
+            else ()
+        ),
+        subject="Model type and class",
+    ),
+    Rule(
+        "K196",
+        "one-model",
+        "note",
+        "TensorRT-LLM serves MLA heads as part of the target (eagle3_one_model, its default). NVIDIA's own"
+        " deployment test serves its Kimi heads separately.",
+        fix="Leave the flag out. Try eagle3_one_model: false if your release does not load the head.",
+        seen_in="https://github.com/NVIDIA/TensorRT-LLM/pull/9677",
+        check=lambda s: (
+            [Found("config.json: architectures", f"{first_architecture(s)}, an MLA head")] if s.is_mla else ()
+        ),
+        subject="Model type and class",
+    ),
+)
+
+
 ENGINE = Engine(
     name="trtllm",
     title="TensorRT-LLM",
@@ -308,8 +373,9 @@ ENGINE = Engine(
     counters=replace(_ITERATIONS, read=_read, count=_count, otherwise=_ITERATIONS),
     # https://github.com/NVIDIA/TensorRT-LLM/blob/2cbdaa0ffa36fbef7960a0ad9f0458373025fa9f/tensorrt_llm/_torch/speculative/interface.py#L1065-L1078
     sampling=Sampling(("/server_info",), {"TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS": ()}),
-    # Configs whose class has a kv_lora_rank by default.
-    latent_by_default=("kimi_k2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"),
+    latent_by_default=LATENT_BY_DEFAULT,
+    rules=RULES,
+    shared_rules=("K158", "K163", "K182", "K192", "K211", "K410", "K425", "K433", "K434", "K441"),
     # It sizes o_proj, and the attention over a prompt, by the second key (__init__ in `MLA_MODULE`), and its own config
     # class has a default for both:
     # https://github.com/NVIDIA/TensorRT-LLM/blob/65b31db1b401d3752b8ebe7c29093cbfb6af04b7/tensorrt_llm/_torch/configs/deepseek_v3.py#L24-L25

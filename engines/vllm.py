@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from .. import escape
 from ..checkpoint.folder import read_json
 from ..drafters.eagle3 import EAGLE3
-from ..drafters.keys import CONVENTION, IDS, INPUTS, TOP
+from ..drafters.keys import CONVENTION, IDS, INPUTS, NESTED, TOP
 from ..drafters.spec import Gqa, HeadSpec, Linear, Mla, Yarn
 from ..errors import AcceptanceInvalid, CountersMissing
 from ..escape import Word
+from ..rule import Found, Rule
 from .base import (
     DRAFT_TOKENS,
     HOST,
@@ -34,6 +35,7 @@ from .base import (
     Serving,
     Starter,
 )  # fmt: skip
+from .checks import HeadFacts, fed_otherwise, is_speculators, other_class
 from .common import (
     HIDDEN,
     MIDLAYER,
@@ -338,6 +340,189 @@ TYPED = (
 )
 FC_WIDTH, NO_NORM = "fc's width is computed from it", "the norm before fc is left out"
 
+CAPTURED_BY_KEYS = "https://github.com/vllm-project/vllm/pull/43671"
+# https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/speculative.py#L679-L694
+REWRITTEN = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "deepseek_v4")
+
+
+def captured_otherwise(head: HeadFacts) -> Iterator[Found]:
+    yield from fed_otherwise(head, ENGINE.runners, TOP if listed_ids(head.flat.get(TOP)) else NESTED)
+
+
+def captured_embedding(head: HeadFacts) -> Iterator[Found]:
+    top = listed_ids(head.flat.get(TOP))
+    if top and 0 in top:
+        yield Found(f"config.json: {TOP}", f"{list(top)} asks for the input of layer 0")
+
+
+def positions_past_yarn(head: HeadFacts) -> Iterator[Found]:
+    spec = head.spec
+    if spec and spec.max_positions > _rope_rows(spec):
+        yield Found(
+            "config.json: max_position_embeddings",
+            f"{spec.max_positions} positions, but YaRN reaches only {_rope_rows(spec)}",
+        )
+
+
+def experts_null(head: HeadFacts) -> Iterator[Found]:
+    for key in ("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size"):
+        if head.is_mla and key in head.config and head.config[key] is None:
+            yield Found(f"config.json: {key}", "null")
+
+
+def latent_size(head: HeadFacts) -> Iterator[Found]:
+    attention = head.spec.attention if head.spec else None
+    if isinstance(attention, Mla):
+        size = attention.kv_lora_rank + attention.qk_rope_head_dim
+        if size not in (320, 512, 576):
+            yield Found("config.json: kv_lora_rank", f"kv_lora_rank + qk_rope_head_dim is {size}; Kimi's is 576")
+
+
+def full_map_refused(head: HeadFacts) -> Iterator[Found]:
+    spec = head.spec
+    if spec and spec.draft_vocab == spec.vocab and "d2t" in head.tensors:
+        yield Found("d2t", f"a map of all {spec.vocab} tokens")
+
+
+RULES: tuple[Rule[HeadFacts], ...] = (
+    Rule(
+        "K140",
+        "captured-untranslated",
+        "error",
+        "vLLM reads a list of layer outputs as layer inputs. It captures each state one layer too early.",
+        fix="Convert the head (kconv to-vllm), which writes the list in vLLM's convention.",
+        seen_in=CAPTURED_BY_KEYS,
+        check=captured_otherwise,
+        subject="Captured layers",
+    ),
+    Rule(
+        "K147",
+        "captured-embedding",
+        "error",
+        "Layer input 0 is the embedding, which is no layer's output. vLLM fails on it for a DeepSeek or Kimi target.",
+        fix="Capture layers from the input of layer 1 on.",
+        seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/deepseek_v2.py#L1561",
+        check=captured_embedding,
+        subject="Captured layers",
+    ),
+    Rule(
+        "K169",
+        "positions-past-yarn",
+        "error",
+        "The config states more positions than YaRN reaches, which is factor x original_max_position_embeddings. "
+        "vLLM's table"
+        " of angles ends where YaRN does, and vLLM reads past its end.",
+        fix="State and serve only as many as YaRN reaches (kconv's conversions take --max-positions). If the head was"
+        " trained without scaling, remove rope_scaling.",
+        seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/rotary_embedding/"
+        "yarn_scaling_rope.py#L78-L80",
+        check=positions_past_yarn,
+        versions="vLLM 0.32 and 0.33",
+        subject="RoPE",
+    ),
+    Rule(
+        "K183",
+        "model-type-rewritten",
+        "error",
+        "vLLM rewrites this model_type to DeepSeek's MTP draft, which has no Eagle3 class. The head never loads.",
+        fix="Set model_type to kimi_k2, as ModelOpt and kconv do.",
+        seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/speculative.py#L679",
+        check=lambda s: (
+            [Found("config.json: model_type", f"{s.config['model_type']!r}")]
+            if s.config.get("model_type") in REWRITTEN
+            else ()
+        ),
+        subject="Model type and class",
+    ),
+    Rule(
+        "K184",
+        "not-seen-as-mla",
+        "note",
+        "vLLM's use_mla does not list kimi_k2. The head's layer uses MLA all the same; only context-parallel"
+        " prefill checks this.",
+        fix="No action is needed. To change it for vLLM alone, set model_type to deepseek_v2.",
+        seen_in="https://github.com/vllm-project/vllm/issues/45760",
+        check=lambda s: (
+            [Found("config.json: model_type", "kimi_k2")]
+            if s.is_mla and s.config.get("model_type") == "kimi_k2"
+            else ()
+        ),
+        subject="Model type and class",
+    ),
+    Rule(
+        "K186",
+        "architecture-unknown-to-vllm",
+        "error",
+        "vLLM has no Eagle3 class of this name for the head's attention.",
+        fix="Convert the head (kconv to-vllm), which names the class.",
+        seen_in="https://github.com/sgl-project/SpecForge/pull/640",
+        # In speculators' format the class follows from the inner config's model_type.
+        check=lambda s: other_class(s, ENGINE.architectures) if not is_speculators(s) else (),
+        subject="Model type and class",
+    ),
+    Rule(
+        "K190",
+        "experts-null",
+        "error",
+        "An expert count is null, which vLLM refuses. It parses an MLA head's config as DeepSeek's, where expert "
+        "counts must be whole numbers.",
+        fix="Remove the key. The head's MLP is dense.",
+        seen_in="https://github.com/vllm-project/vllm/pull/36361",
+        check=experts_null,
+        subject="Model type and class",
+    ),
+    Rule(
+        "K191",
+        "speculators-mla",
+        "error",
+        "vLLM reads a speculators config only for llama and qwen3. An MLA head in this format never loads.",
+        fix="Convert the head (kconv to-vllm).",
+        seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/transformers_utils/configs/speculators/algos.py",
+        check=lambda s: (
+            [Found("config.json: transformer_layer_config", "an MLA head in speculators' format")]
+            if is_speculators(s) and s.is_mla
+            else ()
+        ),
+        subject="Model type and class",
+    ),
+    Rule(
+        "K193",
+        "latent-size",
+        "note",
+        "Few attention backends support a latent cache of this size.",
+        fix="In vLLM, choose TRITON_MLA for the draft (speculative_config.attention_backend). vLLM's CPU build"
+        " supports only 576.",
+        seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/attention/mla_attention.py#L1601",
+        check=latent_size,
+        subject="Model type and class",
+    ),
+    Rule(
+        "K195",
+        "method-by-flag",
+        "note",
+        "vLLM takes a head for a plain draft model unless the method or the path says eagle3.",
+        fix='Serve with "method": "eagle3" in --speculative-config.',
+        seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/speculative.py#L1327-L1337",
+        check=lambda s: (
+            [Found("config.json", "vLLM cannot tell from the config that this is an Eagle3 head")]
+            if not is_speculators(s)
+            else ()
+        ),
+        subject="Model type and class",
+    ),
+    Rule(
+        "K173",
+        "full-map-refused",
+        "error",
+        "The vocabulary is full, but d2t is stored. vLLM has no parameter for it and refuses the head.",
+        fix="Convert the head with kconv, which leaves such a map out.",
+        seen_in="https://github.com/vllm-project/vllm/pull/53458",
+        check=full_map_refused,
+        subject="Vocabulary",
+    ),
+)
+
+
 ENGINE = Engine(
     name="vllm",
     title="vLLM",
@@ -422,8 +607,9 @@ ENGINE = Engine(
             ).split()
         ),
     },
-    # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/speculative.py#L679-L694
-    rewritten=("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "deepseek_v4"),
+    rewritten=REWRITTEN,
+    rules=RULES,
+    shared_rules=("K132", "K154", "K194", "K211"),
     rope_rows=_rope_rows,
     flags={
         "norms.fc": ("fc_norm",),

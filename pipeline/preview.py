@@ -13,8 +13,8 @@ from ..checkpoint.staging import free_bytes
 from ..errors import OutputFailed, ReleaseStateInvalid
 from ..operations.base import Operation
 from ..operations.card import Card
+from ..rule import Found
 from ..validate.report import Finding
-from ..validate.rules.rule import Found
 from .inputs import StepContext, check_names, find_inputs, fingerprint, make_context, needed, refuse_stale
 from .recipe import Release, Step
 from .record import State, read_state

@@ -23,11 +23,11 @@ from ..checkpoint.formats import NVFP4
 from ..drafters.rope_keys import read_rope
 from ..errors import KconvError
 from ..measure.figures import NoiseFigures
+from ..rule import Found
 from ..targets.config import TargetConfig, parse_target_config
 from ..targets.weights import Plain, StoredWeight, stored_weights
 from .report import Finding
 from .rules.comparisons import FLOOR, RULE
-from .rules.rule import Found
 
 # Each key of the text model that affects a number, with the meaning of its absence for every reader; None if readers
 # differ, or fail. An exporter may write such a value explicitly, or omit it.

@@ -31,11 +31,11 @@ from ..measure.drafting import accept, head_drafter
 from ..measure.figures import ReadingFigures, ReadingsDecided, TextKind
 from ..measure.statistics import influences, standard_errors
 from ..measure.texts import Batch, Text
+from ..rule import Found
 from ..targets.config import TargetConfig
 from ..targets.forward import States
 from .report import Finding
 from .rules.comparisons import RULE
-from .rules.rule import Found
 
 # How many paired standard errors must separate two readings.
 TOLD = 3.0

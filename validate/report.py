@@ -17,6 +17,7 @@ from ..convert.read import Head
 from ..engines.registry import engines
 from ..errors import NotACheckpoint, ReportInvalid, Severity
 from ..measure.figures import Figures
+from ..rule import Finding as Finding
 from ..strict import StrictModel
 
 if TYPE_CHECKING:
@@ -30,36 +31,6 @@ SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 # With these no engine passes.
 STOPS = ("error", "undecided")
 Outcome = Literal["pass", "fail", "undecided"]
-
-
-class Finding(StrictModel):
-    """A problem, or something that a user must know.
-
-    Attributes:
-        rule: its id, e.g. "K101".
-        severity: "error" if an engine would fail or serve wrong numbers; "undecided" if that depends on a fact that the
-            head's files leave open; "warning" if only the target or a user could decide; "note" for what a launch flag
-            must supply.
-        where: the tensor, key or file.
-        message: what was found, one sentence with its figures.
-        fix: what to do.
-        engines: the engines concerned, by the names of `provenance.for`; empty for all of them.
-        seen_in: the public thread that taught the rule.
-        needs: the option that decides a fact left open, e.g. "--target org/name"; empty for any other finding.
-    """
-
-    rule: str
-    severity: Severity
-    where: str
-    message: str
-    fix: str
-    engines: tuple[str, ...] = ()
-    seen_in: str = ""
-    needs: str = ""
-
-    def concerns(self, runners: Iterable[str]) -> bool:
-        """Return whether it concerns one of these runners; a finding without engines concerns all."""
-        return not self.engines or not set(runners).isdisjoint(self.engines)
 
 
 class Verdict(StrictModel):

@@ -22,12 +22,13 @@ from ..engines import registry
 from ..engines.layout import Layout
 from ..errors import ComparisonUnfit, KconvError, ManifestMismatch, NotACheckpoint, PromptsInvalid
 from ..measure.figures import Figures
+from ..rule import Found
 from ..targets.config import TargetConfig
 from .report import UNREAD, Finding, Report, assemble, config_digest, figures
 from .rules.captured import other_readings
 from .rules.comparisons import RULE
 from .rules.head import HeadSubject, engines_of, wanted_values
-from .rules.rule import ENGINES, Found, run_rules
+from .rules.subject import ENGINES, run_rules
 from .rules.table import TARGET_RULES, check_head, of_error
 from .rules.target import TargetSubject
 
@@ -116,7 +117,7 @@ class Checks:
     """What to check a checkpoint for.
 
     Attributes:
-        engines: names of `rules.rule.ENGINES`; None for those that its layout was written for.
+        engines: names of `rules.subject.ENGINES`; None for those that its layout was written for.
         layout: a head's layout, None to detect it from its marks.
         hints: the user's options where a head's config is silent.
         target: a head's target, if known.

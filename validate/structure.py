@@ -18,10 +18,11 @@ from ..convert.read import Head, read_slot
 from ..drafters.slots import needs
 from ..engines.moves import Same, Stack
 from ..errors import KconvError
+from ..rule import Found
 from .report import Finding
 from .rules.comparisons import FLOOR, RULE
 from .rules.head import HeadSubject
-from .rules.rule import Found, run_rules
+from .rules.subject import run_rules
 from .rules.values import WEIGHTS
 
 # An FP8 value, with three mantissa bits, is within a sixteenth of itself: 24 dB. Four dB are left for values that the

@@ -13,9 +13,9 @@ from ..drafters.fingerprint import TOLERANCE
 from ..measure.drafting import Measured
 from ..measure.figures import AcceptanceFigures
 from ..measure.retention import GREEDY_SIGMAS
+from ..rule import Found
 from .report import Finding
 from .rules.comparisons import RULE
-from .rules.rule import Found
 
 OUTPUT, BIGRAM, LOOKUP = "output", "bigram", "prompt lookup"
 BASELINES = (BIGRAM, LOOKUP)

@@ -10,8 +10,8 @@ from ...checkpoint.bytes import file_digest
 from ...checkpoint.source import HUB_ID, resolve
 from ...engines.registry import runners_of
 from ...errors import KconvError, PublishRefused
+from ...rule import Found, Rule
 from ...validate.report import REPORT, STOPS, Finding
-from ...validate.rules.rule import Found, Rule
 from ..evidence import Evidence, cell, foreign
 from ..front_matter import CARD, INDEX, read_front_matter, results
 from ..license_checks import CHECKS as LICENSE_CHECKS

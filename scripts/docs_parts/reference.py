@@ -37,7 +37,7 @@ from kconv.operations.base import flag
 from kconv.operations.reading import Reading
 from kconv.quantize.recipe import Recipe, builtin_recipes
 from kconv.train.recipe import EagleRecipe
-from kconv.validate.rules.rule import ENGINES
+from kconv.validate.rules.subject import ENGINES
 from kconv.validate.rules.table import HEAD_RULES, TARGET_RULES, all_rules
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

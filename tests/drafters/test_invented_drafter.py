@@ -96,7 +96,7 @@ def _captured(config: Mapping[str, Any], hints: Hints, _names: Any, problems: An
 
 
 def _rules() -> tuple[Any, ...]:
-    from kconv.validate.rules.rule import Found, Rule
+    from kconv.rule import Found, Rule
 
     def blunt(subject: Any) -> list[Found]:
         return [Found("config.json: mole_config.claws", "one claw")] if subject.spec and subject.spec.claws == 1 else []

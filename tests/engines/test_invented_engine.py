@@ -30,6 +30,7 @@ from kconv.engines.config import identity, write_keys
 from kconv.engines.counters import Counters, Counts, Totals, totals
 from kconv.engines.layout import Layout, Limit
 from kconv.escape import Word, command
+from kconv.rule import Found, Rule
 
 DRAFTS, ACCEPTED = "otter_drafts_total", "otter_accepted_total"
 
@@ -77,6 +78,18 @@ ENGINE = Engine(
         ),
     ),
     runners=(Runner("otter", lambda config, _: listed_ids(eagle_config(config).get(IDS))),),
+    rules=(
+        Rule(
+            "OTTER2",
+            "otter-river-unstated",
+            "warning",
+            "The config does not state its river, so Otter takes the nearest.",
+            "State it: river.",
+            lambda head: [] if "river" in head.config else [Found("config.json: river", "the key is absent")],
+            subject="Config",
+        ),
+    ),
+    shared_rules=("K154",),
     launch=Launch(_words, "serve-otter.sh", lambda _, served: f"{command(_words(served))}\n", spread=("--gpus", "8")),
     packages=("otter",),
     sampling=Sampling(("/otter-settings",), {"OTTER_PRETENDS": ()}),
@@ -186,6 +199,20 @@ def test_what_it_cannot_hold_is_refused_and_a_rule_of_validate(tmp_path):
     report = validate(Folder(source), Checks(engines=registry.asked()["otter"]), say=lambda _: None)
     assert ("OTTER1", ("otter",)) in [(finding.rule, finding.engines) for finding in report.findings]
     assert find_rule("otter-mlp-bias").engines == ("otter",)
+
+
+@installed
+def test_it_brings_a_rule_of_its_own(heads):
+    from kconv.checkpoint.source import Folder
+    from kconv.validate.rules.table import SUBJECTS, find_rule
+    from kconv.validate.run import Checks, validate
+
+    assert find_rule("otter-river-unstated") in SUBJECTS["Config"]
+    assert "otter" in find_rule("K154").engines
+    for engine, said in (("otter", [("OTTER2", "State it: river.", ("otter",))]), ("vllm", [])):
+        report = validate(Folder(heads[1]), Checks(engines=registry.asked()[engine]), say=lambda _: None)
+        own = [finding for finding in report.findings if finding.rule == "OTTER2"]
+        assert [(finding.rule, finding.fix, finding.engines) for finding in own] == said
 
 
 @installed
@@ -299,4 +326,4 @@ def test_an_engine_of_another_package_is_known_everywhere(tmp_path):
         text=True,
     )
     assert run.returncode == 0, run.stdout[-4000:]
-    assert "12 passed" in run.stdout
+    assert "13 passed" in run.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import subprocess
 import sys
@@ -9,10 +10,12 @@ from dataclasses import replace
 from importlib.metadata import EntryPoint
 
 import pytest
+from support.listing import PRODUCT, ROOT
 
 from kconv.engines import registry, sglang, vllm
 from kconv.engines.base import Engine
 from kconv.errors import EngineUnknown, PluginInvalid, UnknownLayout
+from kconv.rule import Rule
 
 LAYOUT = replace(vllm.VLLM, name="otter", limits=())
 FOUND: dict[str, object] = {}
@@ -123,3 +126,45 @@ def test_what_the_command_line_needs_is_light():
     heavy = {"torch", "transformers", "httpx", "yaml", "prometheus_client", "modelopt"}
     program = f"import kconv.engines.registry as r, sys; r.asked(); assert not {heavy} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+# Where product code outside engines/ names an engine, and why.
+NAMING = {
+    "cli/others.py": "the demo's folder for vLLM",
+    "cli/show.py": "the next step after training is to serve the head with vLLM",
+    "drafters/eagle3.py": "a trainer and an engine with different defaults of one key",
+    "pipeline/demo.py": "the demo writes its heads for two engines",
+    "train/job.py": "which layout a trained head is written in",
+}
+
+
+def test_engines_are_named_in_their_own_files_alone():
+    known = {name for one in registry.engines() for name in (one.name, one.title, *one.runner_names, *one.packages)}
+    naming = set()
+    for file in PRODUCT:
+        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        words = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+        # from .engines import vllm, and from .engines.vllm import ENGINE
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom):
+                words |= {*(node.module or "").split("."), *(alias.name for alias in node.names)}
+        if known & words:
+            naming.add(str(file.relative_to(ROOT)))
+    assert {file for file in naming if not file.startswith("engines/")} == NAMING.keys()
+
+
+def test_a_rule_that_an_engine_brings_has_a_place_in_a_report():
+    from kconv.validate.rules.table import SUBJECTS, all_rules
+
+    own = [rule for one in registry.engines() for rule in one.rules]
+    assert own and {rule.subject for rule in own} <= SUBJECTS.keys()
+    shared = [(one, id) for one in registry.engines() for id in one.shared_rules]
+    assert shared and all(set(one.runner_names) <= set(all_rules()[id].engines) for one, id in shared)
+
+
+@pytest.mark.parametrize("id", ["K101", "L3", "K140", "K999"])
+def test_a_rule_with_a_reserved_id_is_refused(install, id):
+    rule = Rule(id, "otter-rule", "error", "Otters have no such thing.", "Remove it.", lambda _: ())
+    install(otter=Engine("otter", "Otter", (LAYOUT,), rules=(rule,)))
+    with pytest.raises(PluginInvalid, match=f"the rule 'otter-rule' has the id {id}"):
+        registry.engines()

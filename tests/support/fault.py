@@ -15,11 +15,10 @@ from kconv.checkpoint.source import Folder
 from kconv.convert.shared import SharedTensors
 from kconv.drafters.spec import HeadSpec, Rope, Yarn
 from kconv.targets.config import parse_target_config
-from kconv.validate.rules.rule import SGLANG, TRTLLM, VLLM
 from kconv.validate.run import Checks
 
 from .changes import Change, Config
-from .good_heads import LATENT_QUANTIZABLE, QUANTIZABLE, Good, trained_slots
+from .good_heads import LATENT_QUANTIZABLE, QUANTIZABLE, SGLANG, TRTLLM, VLLM, Good, trained_slots
 from .heads import GQA, MLA, PORTABLE, YARN
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from support.good_heads import SGLANG, TRTLLM, VLLM_V1, VLLM_V2
+
 from kconv.checkpoint.manifest import Hints
 from kconv.drafters.keys import CONVENTION, TOP
-from kconv.validate.rules.rule import ENGINES, SGLANG, TRTLLM, VLLM_V1, VLLM_V2
+from kconv.validate.rules.subject import ENGINES
 
 from .changes import (
     also,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from support.good_heads import SGLANG, TRTLLM, VLLM, VLLM_V2
 
 from kconv.drafters.spec import Norms
-from kconv.validate.rules.rule import ENGINES, SGLANG, TRTLLM, VLLM, VLLM_V2
+from kconv.validate.rules.subject import ENGINES
 
 from .changes import (
     P,

@@ -14,10 +14,14 @@ from kconv.drafters.slots import needs
 from kconv.drafters.spec import HeadSpec
 from kconv.engines import BY_NAME
 from kconv.validate.rules.head import ENGINE_OF, WRITTEN_FOR
-from kconv.validate.rules.rule import ENGINES, SGLANG, TRTLLM, VLLM
+from kconv.validate.rules.subject import ENGINES
 
 from .heads import GQA, MLA, PORTABLE, QK, random_map, write_head
 from .makers import can_make, make_config
+
+# The engines' names in rules; vLLM's two model runners look for the captured layers in different places.
+VLLM_V1, VLLM_V2 = VLLM = ("vllm-v1", "vllm-v2")
+SGLANG, TRTLLM = "sglang", "trtllm"
 
 # Layouts that kconv writes, and the engines that read the folder as it is.
 FOR = WRITTEN_FOR | {"portable": ENGINES}

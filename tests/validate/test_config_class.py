@@ -10,13 +10,13 @@ import pytest
 import torch
 from support.changes import Change, put, to_inner
 from support.fault import GQA_VLLM, MLA_VLLM, SPECULATORS, Fault
-from support.good_heads import Good
+from support.good_heads import SGLANG, TRTLLM, VLLM, Good
 from support.heads import MLA
 
 from kconv.checkpoint.source import Folder
 from kconv.validate.report import Finding
 from kconv.validate.rules.config import DEFAULT_HEADS, DTYPES
-from kconv.validate.rules.rule import ENGINES, SGLANG, TRTLLM, VLLM
+from kconv.validate.rules.subject import ENGINES
 from kconv.validate.run import validate
 
 

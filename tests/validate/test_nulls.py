@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from support.changes import Change, also, nest, put
 from support.fault import Fault
-from support.good_heads import Good
+from support.good_heads import SGLANG, TRTLLM, VLLM, VLLM_V1, VLLM_V2, Good
 from support.heads import GQA, MLA
 
 from kconv.checkpoint.folder import open_checkpoint
@@ -22,7 +22,6 @@ from kconv.engines import BY_NAME
 from kconv.engines.vllm import REFUSED
 from kconv.validate.rules.config import NULLS
 from kconv.validate.rules.head import ENGINE_OF
-from kconv.validate.rules.rule import SGLANG, TRTLLM, VLLM, VLLM_V1, VLLM_V2
 from kconv.validate.run import validate
 
 LAYERED = replace(GQA, layers=2)

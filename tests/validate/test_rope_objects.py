@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from support.changes import Change, also, put, rope
 from support.fault import FACTOR, Fault
-from support.good_heads import Good
+from support.good_heads import SGLANG, TRTLLM, VLLM, Good
 from support.heads import GQA, MLA
 
 from kconv.checkpoint.source import Folder
 from kconv.drafters.rope_keys import read_rope
 from kconv.drafters.spec import HeadSpec, Rope
 from kconv.validate.rules.head import ENGINE_OF
-from kconv.validate.rules.rule import ENGINES, SGLANG, TRTLLM, VLLM
+from kconv.validate.rules.subject import ENGINES
 from kconv.validate.rules.table import all_rules
 from kconv.validate.run import validate
 

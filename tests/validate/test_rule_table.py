@@ -10,8 +10,9 @@ from support.listing import PRODUCT, ROOT, calls
 
 import kconv.validate
 from kconv.errors import ConfigInvalid, HubUnreachable, UnknownRule
+from kconv.rule import Found
 from kconv.validate.rules import limits
-from kconv.validate.rules.rule import ENGINES, Found
+from kconv.validate.rules.subject import ENGINES
 from kconv.validate.rules.table import EVERY_RULE, HEAD_RULES, all_rules, find_rule, of_error
 
 RULES = all_rules()
@@ -72,7 +73,7 @@ def test_findings_that_a_comparison_makes_are_explained_too():
 
 def test_a_finding_is_made_by_its_rule_alone():
     made = {str(file.relative_to(ROOT)) for file in PRODUCT if "Finding" in calls(file)}
-    assert made == {"validate/rules/rule.py"}
+    assert made == {"rule.py"}
 
 
 def test_a_finding_has_a_severity_that_its_row_names():

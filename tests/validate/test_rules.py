@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.changes import P, drop, nest, put
 from support.fault import GQA_TRT, GQA_VLLM, MLA_VLLM, MODELOPT_GQA, REDUCED, Fault, good
 from support.faults import FAULTS
-from support.good_heads import GOOD, Good
+from support.good_heads import GOOD, SGLANG, TRTLLM, VLLM_V1, VLLM_V2, Good
 from support.heads import GQA, MLA, TARGET
 from support.published import EAGLE3
 
@@ -23,7 +23,6 @@ from kconv.engines import BY_NAME
 from kconv.engines.registry import asked
 from kconv.targets.config import parse_target_config
 from kconv.validate.report import Finding, Report
-from kconv.validate.rules.rule import SGLANG, TRTLLM, VLLM_V1, VLLM_V2
 from kconv.validate.rules.table import HEAD_RULES, all_rules
 from kconv.validate.run import Checks, validate
 

@@ -7,9 +7,9 @@ from math import sqrt
 
 from ...engines.registry import asked
 from ...measure.figures import EngineFigures
+from ...rule import Found
 from ..report import Finding
 from ..rules.comparisons import RULE
-from ..rules.rule import Found
 
 OUTPUT, COUNTS, UNREACHED = "K701", "K702", "K703"
 # How far near ties, decided differently in another dtype, may change an acceptance length: by this share, or by this

@@ -6,53 +6,25 @@ from collections.abc import Iterator
 
 from ...drafters.captured import default_outputs
 from ...drafters.keys import CONVENTION, IDS, INPUTS, NESTED, TOP
+from ...engines.checks import seen_by
 from ...engines.common import as_outputs
 from ...engines.registry import engines
-from ...engines.sglang import DEEPSEEKS
+from ...rule import Found, Rule
 from .head import HeadSubject, listed_ids
-from .rule import SGLANG, TRTLLM, VLLM, Found, Rule
+from .subject import concerned
 
 RUNNERS = {runner.name: runner for engine in engines() for runner in engine.runners}
 READ_BY_CONFIG = tuple(name for name, runner in RUNNERS.items() if runner.aux_layers)
 
 
-def seen_by(engine: str, subject: HeadSubject) -> tuple[int, ...] | None:
-    """Return the layers that an engine would capture for a config, as outputs; None if it uses its default."""
-    reads = RUNNERS[engine].aux_layers
-    return reads(subject.flat, subject.target.model_type if subject.target else None) if reads else None
-
-
-def has_deepseeks_class(subject: HeadSubject) -> bool:
-    """Return whether SGLang runs the target with DeepSeek's class; assumed so for an unknown target."""
-    return subject.target is None or subject.target.model_type in DEEPSEEKS
-
-
 def other_readings(subject: HeadSubject) -> list[tuple[int, ...]]:
     """Return the layers, as outputs, that engines would capture for a config but the head was not trained on."""
     default = default_outputs(subject.target.layers) if subject.target else None
-    seen = {seen_by(engine, subject) or default for engine in READ_BY_CONFIG}
+    seen = {seen_by(RUNNERS[engine], subject) or default for engine in READ_BY_CONFIG}
     return sorted(ids for ids in seen if ids and ids != subject.captured)
 
 
 IN_VLLM = "https://github.com/vllm-project/vllm/pull/43671"
-
-
-def _readers(subject: HeadSubject, engines: tuple[str, ...]) -> Iterator[tuple[str, tuple[int, ...] | None]]:
-    for engine in engines:
-        if engine in subject.engines and subject.captured is not None:
-            yield engine, seen_by(engine, subject)
-
-
-def _otherwise(subject: HeadSubject, engines: tuple[str, ...]) -> Iterator[Found]:
-    for engine, seen in _readers(subject, engines):
-        if seen is not None and seen != subject.captured:
-            where = TOP if listed_ids(subject.flat.get(TOP)) and engine in VLLM else NESTED
-            yield Found(
-                f"config.json: {where}",
-                f"the head was trained on the outputs of layers {list(subject.captured or ())}, but {engine} would"
-                f" feed it those of {list(seen)}",
-                engines=(engine,),
-            )
 
 
 def _is_default(subject: HeadSubject) -> bool | None:
@@ -68,7 +40,8 @@ def _is_default(subject: HeadSubject) -> bool | None:
 def _unlisted(subject: HeadSubject, is_default: bool | None) -> Iterator[Found]:
     if _is_default(subject) is not is_default:
         return
-    without = {runner for runner, seen in _readers(subject, READ_BY_CONFIG) if seen is None}
+    read = subject.engines.intersection(READ_BY_CONFIG) if subject.captured is not None else ()
+    without = {name for name in read if seen_by(RUNNERS[name], subject) is None}
     for engine in engines():
         if own := tuple(runner for runner in engine.runner_names if runner in without):
             name = engine.title if own == engine.runner_names else ", ".join(own)
@@ -92,12 +65,6 @@ def captured_contradict(subject: HeadSubject) -> Iterator[Found]:
         yield Found("config.json", f"{TOP} is {list(top)}, but in eagle_config it is {list(nested)}")
 
 
-def captured_embedding(subject: HeadSubject) -> Iterator[Found]:
-    top = listed_ids(subject.flat.get(TOP))
-    if top and 0 in top:
-        yield Found(f"config.json: {TOP}", f"{list(top)} asks for the input of layer 0")
-
-
 def captured_outside_target(subject: HeadSubject) -> Iterator[Found]:
     if subject.target is None:
         return
@@ -108,11 +75,6 @@ def captured_outside_target(subject: HeadSubject) -> Iterator[Found]:
         as_inputs = where == TOP or subject.eagle.get(CONVENTION) == INPUTS
         if ids and max(ids) >= layers + as_inputs:
             yield Found(f"config.json: {where}", f"{list(ids)}, but the target has {layers} layers")
-
-
-def captured_layer_0(subject: HeadSubject) -> Iterator[Found]:
-    if subject.captured and subject.captured[0] == 0 and has_deepseeks_class(subject):
-        yield Found("config.json", "the head reads the output of layer 0")
 
 
 def captured_last_layer(subject: HeadSubject) -> Iterator[Found]:
@@ -156,27 +118,6 @@ def captured_count_unstated(subject: HeadSubject) -> Iterator[Found]:
 
 RULES: tuple[Rule[HeadSubject], ...] = (
     Rule(
-        "K140",
-        "captured-untranslated",
-        "error",
-        "vLLM reads a list of layer outputs as layer inputs. It captures each state one layer too early.",
-        fix="Convert the head (kconv to-vllm), which writes the list in vLLM's convention.",
-        engines=VLLM,
-        seen_in=IN_VLLM,
-        check=lambda s: _otherwise(s, VLLM),
-    ),
-    Rule(
-        "K141",
-        "captured-misread",
-        "error",
-        "SGLang reads the list in eagle_config as other layers than the head was trained on. It reads layer outputs "
-        "if the list begins with 1 or if the target is not a DeepSeek or Kimi. Otherwise it reads layer inputs.",
-        fix="Convert the head with kconv to-sglang --target, which writes the list as SGLang reads it for that target.",
-        engines=(SGLANG,),
-        seen_in="https://github.com/sgl-project/sglang/pull/25454",
-        check=lambda s: _otherwise(s, (SGLANG,)),
-    ),
-    Rule(
         "K142",
         "captured-not-found",
         "error",
@@ -198,20 +139,6 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         check=lambda s: _unlisted(s, None),
     ),
     Rule(
-        "K144",
-        "captured-by-flag",
-        "note",
-        "TensorRT-LLM reads the captured layers only from its serving YAML.",
-        fix="Serve with eagle3_layers_to_capture in speculative_config; kconv to-trtllm writes such a file.",
-        engines=(TRTLLM,),
-        seen_in="https://github.com/NVIDIA/TensorRT-LLM/issues/15182",
-        check=lambda s: (
-            [Found("config.json", f"serve with eagle3_layers_to_capture: {list(s.captured)}")]
-            if s.captured is not None
-            else ()
-        ),
-    ),
-    Rule(
         "K145",
         "captured-no-list",
         "error",
@@ -231,16 +158,6 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         check=captured_contradict,
     ),
     Rule(
-        "K147",
-        "captured-embedding",
-        "error",
-        "Layer input 0 is the embedding, which is no layer's output. vLLM fails on it for a DeepSeek or Kimi target.",
-        fix="Capture layers from the input of layer 1 on.",
-        engines=VLLM,
-        seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/deepseek_v2.py#L1561",
-        check=captured_embedding,
-    ),
-    Rule(
         "K148",
         "captured-outside-target",
         "error",
@@ -249,23 +166,13 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         check=captured_outside_target,
     ),
     Rule(
-        "K330",
-        "sglang-captures-layer-0",
-        "error",
-        "SGLang cannot capture the output of layer 0 of a DeepSeek or Kimi target. An unknown target counts as one.",
-        fix="Give --target if the head drafts for another model. Otherwise serve it with vLLM or TensorRT-LLM.",
-        engines=(SGLANG,),
-        seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/deepseek_v2.py#L3470-L3473",
-        check=captured_layer_0,
-    ),
-    Rule(
         "K154",
         "captured-last-layer",
         "error",
         "An engine cannot capture the output of the target's last layer. This is so in SGLang (except for gpt-oss), "
         "and in vLLM for DeepSeek-V3.2 and GLM-5, which capture a layer's input.",
         fix="Serve this head with another engine.",
-        engines=(*VLLM, SGLANG),
+        engines=concerned("K154"),
         seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/deepseek_v2.py#L3193-L3194",
         check=captured_last_layer,
     ),

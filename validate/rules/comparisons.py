@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .rule import Rule
+from ...rule import Rule
 
 AGAIN = "Convert the source again. Do not serve this output."
 QUANTIZE_AGAIN = "Quantize the target again, and pass exactly the target that it is made from."

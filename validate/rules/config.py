@@ -8,10 +8,11 @@ from typing import NamedTuple
 from ...drafters.eagle3 import KEYS
 from ...drafters.keys import Key
 from ...drafters.spec import Mla
+from ...engines.checks import is_speculators
 from ...engines.registry import engines
+from ...rule import Found, Rule
 from .head import HeadSubject
-from .identity import is_speculators
-from .rule import ENGINES, Found, Rule, readers
+from .subject import ENGINES, readers
 
 FLAGS = "https://github.com/vllm-project/vllm/pull/42143"
 

@@ -24,7 +24,7 @@ from ...engines.layout import Layout, Stored
 from ...engines.registry import engines, layouts, own_layouts, runners_of
 from ...errors import KconvError, Problem
 from ...targets.config import TargetConfig
-from .rule import ENGINES, Subject
+from .subject import ENGINES, Subject
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,6 +66,11 @@ class HeadSubject(Subject):
     @property
     def problems(self) -> Sequence[Problem]:
         return self.reading.problems
+
+    @property
+    def misfits(self) -> bool:
+        """Whether a tensor does not fit the spec."""
+        return bool(self.reading.misfits)
 
     @property
     def layout(self) -> Layout | None:
@@ -131,7 +136,7 @@ class HeadSubject(Subject):
         """The head, if it can be read without error."""
         return None if self.reading.errors else self.reading.head
 
-    @cached_property
+    @property
     def slots(self) -> Mapping[str, str]:
         """The tensor names of the stored slots, by slot, whether the head can be read or not."""
         return {slot: name for name, row in self.rows.items() if name in self.tensors for slot in row.slots}

@@ -8,8 +8,8 @@ from dataclasses import replace
 from ...checkpoint.header import FLOAT_DTYPES
 from ...engines.layout import Limit
 from ...engines.registry import engines, own_layouts
+from ...rule import Found, Rule
 from .head import HeadSubject
-from .rule import Found, Rule
 
 OWN = {engine: own_layouts(engine) for engine in engines()}
 LIMITS = tuple(dict.fromkeys(limit for own in OWN.values() for layout in own for limit in layout.limits))
@@ -29,8 +29,9 @@ def _rule(limit: Limit) -> Rule[HeadSubject]:
         if limit.applies(spec, subject.slots):
             yield Found("config.json", limit.what)
 
-    # vLLM's own name begins with a small letter.
-    sentence = f"{limit.what}." if limit.what.startswith("vLLM") else f"{limit.what[0].upper()}{limit.what[1:]}."
+    # An engine's own name may begin with a small letter.
+    titles = tuple(engine.title for engine in engines())
+    sentence = f"{limit.what}." if limit.what.startswith(titles) else f"{limit.what[0].upper()}{limit.what[1:]}."
     return Rule(limit.id, limit.name, "error", sentence, limit.fix, check, concerned, limit.source, drafters=families)
 
 

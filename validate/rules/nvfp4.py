@@ -9,7 +9,8 @@ import numpy as np
 from ...checkpoint.bytes import stream
 from ...checkpoint.formats import INPUT_SCALE, NVFP4, ONLY_QUANTIZED, fused_group, is_scale
 from ...checkpoint.header import TensorInfo
-from .rule import SGLANG, TRTLLM, VLLM, Found, Rule
+from ...rule import Found, Rule
+from .subject import ENGINES, concerned
 from .target import FLOATS, VALUES, TargetSubject
 
 AGAIN = "Quantize the target again."
@@ -261,7 +262,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "error",
         "kv_b_proj is NVFP4. TensorRT-LLM and SGLang split it per head while loading and need it unquantized.",
         fix="Keep kv_b_proj out of the recipe.",
-        engines=(SGLANG, TRTLLM),
+        engines=concerned("K410"),
         check=kv_b_proj_quantized,
     ),
     Rule(
@@ -270,7 +271,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "error",
         "k_scale exists without v_scale or the reverse, or one is not a single float32.",
         fix="Export the target again, or remove both. Engines then use 1.0.",
-        engines=(*VLLM, SGLANG, TRTLLM),
+        engines=ENGINES,
         check=kv_scale_half,
     ),
     Rule(
@@ -290,7 +291,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "error",
         "Modules that engines fuse have different input_scale. They read the same input. TensorRT-LLM stops.",
         fix="Calibrate again, with one amax for modules that read the same input.",
-        engines=(TRTLLM,),
+        engines=concerned("K441"),
         values=True,
         check=lambda s: _unequal(s, INPUT_SCALE),
     ),

@@ -8,7 +8,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ...checkpoint.formats import CONFIG_KEY, NVFP4, SIDE_FILE
-from .rule import TRTLLM, Found, Rule
+from ...rule import Found, Rule
+from .subject import concerned
 from .target import LAYER, OWN_LAYER, TargetSubject, bare, entries_of
 
 MODELOPT = "https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py"
@@ -217,7 +218,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "note",
         "There is no hf_quant_config.json. Older TensorRT-LLM reads nothing else.",
         fix="Write hf_quant_config.json too. kconv quantize does.",
-        engines=(TRTLLM,),
+        engines=concerned("K425"),
         check=lambda s: (
             [Found(SIDE_FILE, "is not there")]
             if s.packed and s.block and not s.side and not s.checkpoint.headers_only
@@ -285,7 +286,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "An exclude matches the bare word kv_b_proj. TensorRT-LLM tests this word on its own. It then looks for"
         " FP8 scales of an unquantized kv_b_proj, and fails or reads it wrongly.",
         fix="Name each layer's kv_b_proj in full, e.g. model.layers.0.self_attn.kv_b_proj.",
-        engines=(TRTLLM,),
+        engines=concerned("K433"),
         check=exclude_kv_b_proj,
     ),
     Rule(
@@ -294,7 +295,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "error",
         "A module is excluded only by a part of its name. vLLM accepts that; TensorRT-LLM needs wildcards.",
         fix=IGNORE,
-        engines=(TRTLLM,),
+        engines=concerned("K434"),
         check=exclude_part_of_name,
     ),
 )

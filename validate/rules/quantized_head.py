@@ -11,8 +11,9 @@ from ...convert.quantized import has_scales
 from ...drafters.contract import FLOATS
 from ...drafters.spec import Gqa
 from ...errors import KconvError
+from ...rule import Found, Rule
 from .head import HeadSubject
-from .rule import TRTLLM, VLLM, Found, Rule
+from .subject import concerned
 from .target import entries_of
 
 NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -123,7 +124,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "The target's KV cache is quantized, and the draft inherits that. A GQA head's attention backend may"
         " not support it.",
         fix="In vLLM, set kv_cache_dtype in speculative_config. In TensorRT-LLM, check the log for the draft.",
-        engines=(*VLLM, TRTLLM),
+        engines=concerned("K211"),
         seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/speculative.py",
         check=kv_cache_inherited,
     ),

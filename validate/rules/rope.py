@@ -8,12 +8,12 @@ from typing import Any
 
 from ...drafters.rope_keys import PLACES, read_rope, stated_places
 from ...drafters.spec import Gqa, HeadSpec, Rope, Yarn
-from ...engines import vllm
 from ...engines.base import UNSTATED_POSITIONS, rows_as_stated, unlimited
 from ...engines.registry import engines
 from ...errors import KconvError
+from ...rule import Found, Rule
 from .head import HeadSubject
-from .rule import ENGINES, SGLANG, TRTLLM, VLLM, Found, Rule, readers
+from .subject import ENGINES, concerned, readers
 
 LOST = "https://github.com/vllm-project/speculators/pull/574"
 # What ModelOpt's exporter claims by default for a head that was trained without scaling:
@@ -25,9 +25,10 @@ def rope_one_spelling(subject: HeadSubject) -> Iterator[Found]:
     theta = stated_places(subject.flat).get("rope_theta", {})
     if theta and "rope_theta" not in theta:
         yield Found("config.json: rope_theta", f"rope_theta is only in {', '.join(theta)}")
-    # For TensorRT-LLM, that is K158.
-    if SGLANG in subject.engines:
-        yield from (replace(found, engines=(SGLANG,)) for found in scaling_one_spelling(subject))
+    # For the engines of K158, that is an error.
+    warned = tuple(name for name in concerned("K163") if name in subject.engines and name not in concerned("K158"))
+    if warned:
+        yield from (replace(found, engines=warned) for found in scaling_one_spelling(subject))
 
 
 def scaling_one_spelling(subject: HeadSubject) -> Iterator[Found]:
@@ -54,7 +55,6 @@ def rope_not_the_targets(subject: HeadSubject) -> Iterator[Found]:
         yield Found("config.json", f"the head has {subject.spec.rope}; the target has {theirs}")
 
 
-_rows_in_vllm = vllm.ENGINE.rope_rows
 # Engines whose RoPE table is as long as max_position_embeddings.
 AS_STATED = tuple(name for engine in engines() if engine.rope_rows is rows_as_stated for name in engine.runner_names)
 RUNNERS = tuple(runner for engine in engines() for runner in engine.runners)
@@ -94,9 +94,9 @@ def positions_short(subject: HeadSubject) -> Iterator[Found]:
     if subject.engines.intersection(AS_STATED) and stated < context:
         said = f"{stated} positions, but the context is {context}"
         yield Found("config.json: max_position_embeddings", said, _longer(spec, context, stated), AS_STATED)
-    for runner in RUNNERS:
+    for engine, runner in ((one, runner) for one in engines() for runner in one.runners):
         if runner.name in subject.engines and (limit := runner.serves_to(spec)) < context:
-            past = "0.32 reads past its table, and " if _rows_in_vllm(spec) < context else ""
+            past = "0.32 reads past its table, and " if engine.rope_rows(spec) < context else ""
             said = f"{limit} positions with YaRN, but the context is {context}: {past}from 0.33 on the server accepts"
             fix = _longer(spec, context, limit)
             yield Found("config.json: rope_scaling", f"{said} no longer prompts", fix, (runner.name,))
@@ -125,15 +125,6 @@ def positions_below_yarn(subject: HeadSubject) -> Iterator[Found]:
         yield Found(
             "config.json: max_position_embeddings",
             f"{spec.max_positions} positions, but the head's own YaRN reaches {scaling.reach}",
-        )
-
-
-def positions_past_yarn(subject: HeadSubject) -> Iterator[Found]:
-    spec = subject.spec
-    if spec and spec.max_positions > _rows_in_vllm(spec):
-        yield Found(
-            "config.json: max_position_embeddings",
-            f"{spec.max_positions} positions, but YaRN reaches only {_rows_in_vllm(spec)}",
         )
 
 
@@ -202,7 +193,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "RoPE is written only as transformers 5 does. Releases built for transformers 4 look for the"
         " top-level rope_theta and use 10000, and look for rope_scaling and use none.",
         fix="Convert the head with kconv, which writes both spellings, or write the keys of rope_parameters twice.",
-        engines=(SGLANG, TRTLLM),
+        engines=concerned("K163"),
         seen_in=LOST,
         check=rope_one_spelling,
     ),
@@ -213,7 +204,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "RoPE's scaling is only in rope_parameters. TensorRT-LLM up to 1.3.0rc14 looks for rope_scaling and uses"
         " none, without a message.",
         fix="Convert the head with kconv, which writes both, or copy rope_parameters to rope_scaling.",
-        engines=(TRTLLM,),
+        engines=concerned("K158"),
         # These releases pin transformers 4.57, whose configs keep the two apart. 1.3.0rc15 pins 5.5.3, in which they
         # are one attribute (https://github.com/NVIDIA/TensorRT-LLM/pull/13994). Newer code also falls back to
         # rope_parameters itself (RopeParams.from_config, lines 714 to 716 of engines.trtllm's `ROPE`).
@@ -240,21 +231,6 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         fix="Compare with the training config.",
         seen_in="https://github.com/vllm-project/speculators/pull/574",
         check=rope_not_the_targets,
-    ),
-    Rule(
-        "K166",
-        "positions-unstated",
-        "error",
-        "The config has no max_position_embeddings. TensorRT-LLM assumes 4,096 for an MLA head and reads past"
-        " the end of its table of angles.",
-        fix="State the longest context that you will serve. Conversions take --max-positions.",
-        engines=(TRTLLM,),
-        seen_in="https://github.com/sgl-project/sglang/issues/10787",
-        check=lambda s: (
-            [Found("config.json: max_position_embeddings", "the key is absent")]
-            if s.layout is not None and s.flat.get("max_position_embeddings") is None
-            else ()
-        ),
     ),
     Rule(
         "K167",
@@ -293,21 +269,6 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         engines=tuple(name for name in ENGINES if name in (*AS_STATED, *DRAFTS_TO, *SERVES_TO)),
         seen_in="https://github.com/vllm-project/vllm/issues/48894",
         check=positions_below_yarn,
-    ),
-    Rule(
-        "K169",
-        "positions-past-yarn",
-        "error",
-        "The config states more positions than YaRN reaches, which is factor x original_max_position_embeddings. "
-        "vLLM's table"
-        " of angles ends where YaRN does, and vLLM reads past its end.",
-        fix="State and serve only as many as YaRN reaches (kconv's conversions take --max-positions). If the head was"
-        " trained without scaling, remove rope_scaling.",
-        engines=VLLM,
-        seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/rotary_embedding/"
-        "yarn_scaling_rope.py#L78-L80",
-        check=positions_past_yarn,
-        versions="vLLM 0.32 and 0.33",
     ),
     Rule(
         "K168",

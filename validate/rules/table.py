@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...drafters.registry import drafters
+from ...engines.registry import engines
 from ...errors import (
     ConfigInvalid,
     ConfigUnsupported,
@@ -16,6 +17,7 @@ from ...errors import (
     NotACheckpoint,
     UnknownRule,
 )
+from ...rule import Rule
 from ..report import Finding
 from . import (
     captured,
@@ -32,24 +34,12 @@ from . import (
     vocabulary,
 )
 from .head import HeadSubject
-from .rule import Rule, run_rules
+from .subject import run_rules
 from .target import TargetSubject
 
-OF_HEADS = (config, tensors, captured, rope, vocabulary, identity, quantized_head, values, limits)
-OF_TARGETS = (nvfp4, nvfp4_config)
-# A family's own, by its title.
-OF_FAMILIES: dict[str, tuple[Rule[HeadSubject], ...]] = {
-    family.title: tuple(replace(one, drafters=(family.name,)) for one in family.rules()) for family in drafters()
-}
-HEAD_RULES: tuple[Rule[HeadSubject], ...] = (
-    *(one for subject in OF_HEADS for one in subject.RULES),
-    *(one for own in OF_FAMILIES.values() for one in own),
-)
-# For a target's checkpoint, quantized or not.
-TARGET_RULES: tuple[Rule[TargetSubject], ...] = tuple(one for subject in OF_TARGETS for one in subject.RULES)
 # The subject of each file of rules, for a report's table.
-OF_COMPARISON = "Measurements, and the source"
-SUBJECTS: dict[str, tuple[Rule[Any], ...]] = {
+OF_COMPARISON, OF_LIMITS = "Measurements, and the source", "Limits of the engine"
+_TABLES: dict[str, tuple[Rule[Any], ...]] = {
     "Config": config.RULES,
     "Tensors": tensors.RULES,
     "Captured layers": captured.RULES,
@@ -58,12 +48,26 @@ SUBJECTS: dict[str, tuple[Rule[Any], ...]] = {
     "Model type and class": identity.RULES,
     "Quantized linears": quantized_head.RULES,
     "Values of the weights": values.RULES,
-    "Limits of the engine": limits.RULES,
+    OF_LIMITS: limits.RULES,
     "NVFP4 tensors": nvfp4.RULES,
     "NVFP4 config": nvfp4_config.RULES,
     OF_COMPARISON: comparisons.RULES,
-} | {title: own for title, own in OF_FAMILIES.items() if own}
+} | {family.title: tuple(replace(one, drafters=(family.name,)) for one in family.rules()) for family in drafters()}
+# The same with the rules that engines bring.
+_OWN = [rule for engine in engines() for rule in engine.rules]
+SUBJECTS: dict[str, tuple[Rule[Any], ...]] = {
+    title: own
+    for title, rules in _TABLES.items()
+    if (own := (*rules, *(rule for rule in _OWN if (rule.subject or OF_LIMITS) == title)))
+}
 OF_TARGET = frozenset(("NVFP4 tensors", "NVFP4 config"))
+HEAD_RULES: tuple[Rule[HeadSubject], ...] = tuple(
+    rule for title, rules in SUBJECTS.items() if title not in (*OF_TARGET, OF_COMPARISON) for rule in rules
+)
+# For a target's checkpoint, quantized or not.
+TARGET_RULES: tuple[Rule[TargetSubject], ...] = tuple(
+    rule for title, rules in SUBJECTS.items() if title in OF_TARGET for rule in rules
+)
 EVERY_RULE: tuple[Rule[Any], ...] = (*HEAD_RULES, *TARGET_RULES, *comparisons.RULES)
 BY_ID: dict[str, Rule[Any]] = {one.id: one for one in sorted(EVERY_RULE, key=lambda one: one.id)}
 # Rules about a checkpoint that cannot be opened.

@@ -13,7 +13,7 @@ from ...checkpoint.folder import read_json
 from ...checkpoint.formats import CONFIG_KEY, NVFP4, SIDE_FILE, PartFault
 from ...checkpoint.header import TensorInfo
 from ...errors import KconvError
-from .rule import Subject
+from .subject import Subject
 
 # The dtype of packed values.
 VALUES = NVFP4.tensors[NVFP4.values].dtype

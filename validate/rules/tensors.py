@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from ...drafters.contract import PREFIX, compare
 from ...engines.layout import Stored
 from ...errors import KconvError, Problem, TensorMissing, TensorUnknown
+from ...rule import EVERY_FAMILY, Found, Rule
 from .head import HeadSubject, engine_layouts
-from .rule import ENGINES, EVERY_FAMILY, SGLANG, VLLM, Found, Rule
+from .subject import ENGINES, concerned
 
 SILENT = "https://github.com/vllm-project/speculators/issues/1114"
 FLAGS = "https://github.com/vllm-project/vllm/pull/42143"
@@ -55,14 +56,8 @@ def name_not_read(subject: HeadSubject) -> Iterator[Found]:
 
 
 def name_refused(subject: HeadSubject) -> Iterator[Found]:
-    for engine, _, problem in _read_by(subject, VLLM, TensorUnknown):
+    for engine, _, problem in _read_by(subject, concerned("K132"), TensorUnknown):
         yield Found(problem.where, f"{engine} has no parameter for {problem.where}, and refuses to load the head")
-
-
-def lm_head_random(subject: HeadSubject) -> Iterator[Found]:
-    stated = subject.flat.get("draft_vocab_size")
-    if subject.spec and not subject.reading.misfits and "lm_head" not in subject.slots and stated is not None:
-        yield Found("lm_head.weight", f"lm_head is missing, and draft_vocab_size is {stated!r}")
 
 
 RULES: tuple[Rule[HeadSubject], ...] = (
@@ -300,20 +295,9 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "error",
         "vLLM refuses a head that has a tensor with an unknown name.",
         fix="Convert the head to vLLM's layout: kconv to-vllm.",
-        engines=VLLM,
+        engines=concerned("K132"),
         seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/utils.py#L458",
         check=name_refused,
         drafters=EVERY_FAMILY,
-    ),
-    Rule(
-        "K133",
-        "lm-head-random",
-        "error",
-        "lm_head is missing and draft_vocab_size is set. SGLang then serves a random lm_head, and the"
-        " acceptance length is 1.00.",
-        fix="Add the target's lm_head (kconv to-sglang HEAD OUT --target T), or set draft_vocab_size to null.",
-        engines=(SGLANG,),
-        seen_in="https://github.com/sgl-project/sglang/pull/27908",
-        check=lm_head_random,
     ),
 )

@@ -14,9 +14,10 @@ from ...checkpoint.manifest import MANIFEST
 from ...convert.shared import SLOTS, find_displaced
 from ...drafters.contract import FLOATS
 from ...drafters.slots import needs
+from ...engines.registry import engines, own_layouts
 from ...errors import KconvError
+from ...rule import EVERY_FAMILY, Found, Rule
 from .head import HeadSubject, engine_layouts
-from .rule import EVERY_FAMILY, SGLANG, TRTLLM, Found, Rule
 
 # Norms of rows and columns that spread by at most this much more than those of independent numbers.
 LIKENESS = 0.5
@@ -146,18 +147,18 @@ def embedding_replaced(subject: HeadSubject) -> Iterator[Found]:
     if subject.lent is None or subject.spec is None or not replaced:
         return
     target = subject.lent(replaced)
-    for slot, engines in replaced.items():
+    for slot, names in replaced.items():
         own = subject.tensors[subject.slots[slot]]
         if target.has_another(slot, own, subject.spec):
-            yield Found(own.name, f"its rows differ from those of the target {target.name}, which {engines} would use")
+            yield Found(own.name, f"its rows differ from those of the target {target.name}, which {names} would use")
 
 
 def embedding_not_compared(subject: HeadSubject) -> Iterator[Found]:
     replaced = _replaced(subject)
     target = subject.lent(replaced) if subject.lent and replaced else None
-    for slot, engines in replaced.items():
+    for slot, names in replaced.items():
         if target is None or target.find(slot) is None:
-            yield Found(subject.slots[slot], f"not compared with the target's, which {engines} would use")
+            yield Found(subject.slots[slot], f"not compared with the target's, which {names} would use")
 
 
 def rows_displaced(subject: HeadSubject) -> Iterator[Found]:
@@ -190,14 +191,16 @@ def _replaced(subject: HeadSubject) -> dict[str, str]:
     """Return the head's own slots for which engines use the target's tensor, with these engines."""
     if subject.spec is None or subject.layout is None:
         return {}
-    engines: dict[str, list[str]] = {}
+    named: dict[str, list[str]] = {}
     for engine, layout in engine_layouts(subject.engines, subject.layout.drafter).items():
         for slot in layout.replaces.keys() & subject.slots.keys():
             if needs(subject.spec)[slot].slot.absent_when(subject.spec):
-                engines.setdefault(slot, []).append(engine)
-    return {slot: " and ".join(names) for slot, names in engines.items()}
+                named.setdefault(slot, []).append(engine)
+    return {slot: " and ".join(names) for slot, names in named.items()}
 
 
+# Engines that use the target's tensor instead of a head's own.
+REPLACING = tuple(name for one in engines() if any(x.replaces for x in own_layouts(one)) for name in one.runner_names)
 RULES: tuple[Rule[HeadSubject], ...] = (
     Rule(
         "K201",
@@ -271,7 +274,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "The head's embedding differs from the target's, but an engine uses the target's. It would not serve"
         " what was trained and measured.",
         fix="Serve this head with vLLM, or train one with the target's embedding.",
-        engines=(SGLANG, TRTLLM),
+        engines=REPLACING,
         seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/speculative/eagle_worker_v2.py#L353-L363",
         values=True,
         check=embedding_replaced,
@@ -285,7 +288,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         " because the target's is not here.",
         fix="Give --target: a folder with the target's embedding, or a Hub id, from which only that file is"
         " downloaded.",
-        engines=(SGLANG, TRTLLM),
+        engines=REPLACING,
         values=True,
         check=embedding_not_compared,
         drafters=EVERY_FAMILY,

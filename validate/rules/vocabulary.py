@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ...rule import EVERY_FAMILY, Found, Rule
 from .head import HeadSubject
-from .rule import ENGINES, EVERY_FAMILY, SGLANG, TRTLLM, VLLM, Found, Rule
+from .subject import ENGINES, concerned
 
 if TYPE_CHECKING:
     from ...drafters.vocab import Reading
 
 
-IDENTITY_MAP = "https://github.com/vllm-project/vllm/pull/53458"
 REBUILD = (
     "Rebuild d2t with offsets from the list of kept tokens. kconv vocab HEAD OUT --absolute converts ids to offsets."
 )
@@ -25,12 +25,6 @@ def draft_vocab_unstated(subject: HeadSubject) -> Iterator[Found]:
         yield Found(
             "config.json: draft_vocab_size", f"lm_head has {list(lm_head.shape)[:1]} rows, but vocab_size is {vocab!r}"
         )
-
-
-def full_map_refused(subject: HeadSubject) -> Iterator[Found]:
-    spec = subject.spec
-    if spec and spec.draft_vocab == spec.vocab and "d2t" in subject.tensors:
-        yield Found("d2t", f"a map of all {spec.vocab} tokens")
 
 
 def _readings(subject: HeadSubject) -> tuple[Reading, Reading] | None:
@@ -103,20 +97,6 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         seen_in="https://github.com/sgl-project/SpecForge/pull/140",
     ),
     Rule(
-        "K171",
-        "draft-vocab-key",
-        "error",
-        "The config has no draft_vocab_size. SGLang cannot build a GQA head without it.",
-        fix="State it: the number of rows of lm_head, or null for the target's vocabulary.",
-        engines=(SGLANG,),
-        seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/llama_eagle3.py#L306",
-        check=lambda s: (
-            [Found("config.json: draft_vocab_size", "the key is absent")]
-            if s.layout is not None and not s.is_mla and "draft_vocab_size" not in s.flat
-            else ()
-        ),
-    ),
-    Rule(
         "K172",
         "draft-vocab-unstated",
         "error",
@@ -126,16 +106,6 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         engines=ENGINES,
         seen_in="https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/export/plugins/hf_spec_configs.py#L58",
         check=draft_vocab_unstated,
-    ),
-    Rule(
-        "K173",
-        "full-map-refused",
-        "error",
-        "The vocabulary is full, but d2t is stored. vLLM has no parameter for it and refuses the head.",
-        fix="Convert the head with kconv, which leaves such a map out.",
-        engines=VLLM,
-        seen_in=IDENTITY_MAP,
-        check=full_map_refused,
     ),
     Rule(
         "K174",
@@ -223,7 +193,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "error",
         "The vocabulary is full, but a map does not map each token to itself. SGLang and TensorRT-LLM follow the map.",
         fix="Set draft_vocab_size if the head is reduced. Remove the map if it is not.",
-        engines=(SGLANG, TRTLLM),
+        engines=concerned("K182"),
         values=True,
     ),
 )
