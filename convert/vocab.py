@@ -18,6 +18,7 @@ from ..checkpoint.manifest import Hints
 from ..checkpoint.tensors import read_tensor, row_blocks
 from ..drafters.captured import without_lists
 from ..drafters.contract import FLOATS, check_d2t, compare
+from ..drafters.eagle3 import refuse_others
 from ..drafters.filler import LEAN, Filler, make_filler, measure_margin, random_states
 from ..drafters.keys import LEAST_POSITIONS
 from ..drafters.slots import INTEGER
@@ -117,7 +118,7 @@ def examine(
         UnknownLayout, ConfigInvalid, ConfigUnsupported: the config cannot be read.
         TargetInvalid: the target's vocabulary differs from the head's.
     """
-    layout = layout or detect(checkpoint.config, checkpoint.tensors)
+    layout = _layout_of(checkpoint, layout)
     spec = _read_spec(checkpoint, layout)
     if reference is not None and reference.shape[0] != spec.vocab:
         raise TargetInvalid(
@@ -163,6 +164,12 @@ def examine(
         faults=tuple(faults),
         warnings=_warn(kind, [names[i] for i in names if i not in kept]),
     )
+
+
+def _layout_of(checkpoint: Checkpoint, layout: Layout | None) -> Layout:
+    found = layout or detect(checkpoint.config, checkpoint.tensors)
+    refuse_others(found.drafter, "edits the vocabulary of")
+    return found
 
 
 def _read_spec(checkpoint: Checkpoint, layout: Layout) -> HeadSpec:
@@ -265,7 +272,7 @@ def rebuild_t2d(checkpoint: Checkpoint, layout: Layout | None, hints: Hints) -> 
         LayoutCannot: the head has no map.
         TensorValue: its d2t is not a valid map. Also see `read_head`.
     """
-    layout = layout or detect(checkpoint.config, checkpoint.tensors)
+    layout = _layout_of(checkpoint, layout)
     head = read_head(_without_t2d(checkpoint, layout), layout=layout, hints=hints)
     _need_map(head)
     ids = target_ids(read_slot(head, "d2t"))
@@ -286,7 +293,7 @@ def write_offsets(
         LayoutCannot: the head has no map.
         TensorValue: d2t cannot hold absolute ids, or t2d or the rows show that it does not. Also see `read_head`.
     """
-    layout = layout or detect(checkpoint.config, checkpoint.tensors)
+    layout = _layout_of(checkpoint, layout)
     head = claim_tensors(_without_t2d(checkpoint, layout), layout=layout, hints=hints)
     _need_map(head)
     d2t, vocab = read_slot(head, "d2t"), head.spec.vocab
@@ -347,7 +354,7 @@ def prune(
         ConfigInvalid: see `drafters.vocab.keep_most_frequent`.
         ConfigUnsupported: lm_head is quantized.
     """
-    head = read_head(checkpoint, layout=layout, hints=hints)
+    head = read_head(checkpoint, layout=_layout_of(checkpoint, layout), hints=hints)
     _refuse_unprunable(head, text.counts)
     always = [i for i in name_specials(head.spec, specials) if i < head.spec.vocab]
     ids = keep_most_frequent(text.counts, size, always)
@@ -457,7 +464,7 @@ def expand(checkpoint: Checkpoint, layout: Layout | None, hints: Hints) -> Plan:
     """
     for fault in examine(checkpoint, layout=layout).faults:
         raise fault.error()
-    head = read_head(checkpoint, layout=layout, hints=hints)
+    head = read_head(checkpoint, layout=_layout_of(checkpoint, layout), hints=hints)
     if head.spec.draft_vocab == head.spec.vocab:
         raise LayoutCannot(
             "the head already has a row for each token of the target",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..checkpoint.formats import CONFIG_KEY
 from ..checkpoint.manifest import FactValue, Hints
@@ -181,7 +181,7 @@ FIXED: Mapping[str, tuple[Any, ...]] = {
     "eagle_config.parallel_draft_heads_num_layers": (1, None),
 }
 
-# Read elsewhere: RoPE (convert.rope), captured layers (convert.captured), identity, dtype.
+# Read elsewhere: RoPE (rope_keys), captured layers (captured), identity, dtype.
 ELSEWHERE = frozenset(
     """
     architectures model_type dtype torch_dtype rope_theta rope_scaling rope_parameters
@@ -474,21 +474,24 @@ def _load(spec: HeadSpec, weights: Mapping[str, Tensor]) -> DraftHead:
     return DraftHead(spec, weights)
 
 
-def only_eagle3(spec: Spec, does: str) -> HeadSpec:
-    """Return the spec of an Eagle3 head, or refuse another family's drafter.
+def refuse_others(drafter: Drafter, does: str) -> None:
+    """Refuse a drafter of another family.
 
     Args:
-        spec: any drafter's.
+        drafter: any family.
         does: what kconv does for Eagle3 heads alone, e.g. "quantizes".
 
     Raises:
-        LayoutCannot: it is another family's.
+        LayoutCannot: it is not Eagle3.
     """
-    if not isinstance(spec, HeadSpec):
-        raise LayoutCannot(
-            f"kconv {does} only Eagle3 heads, and this is {spec.drafter.a_title}", fix="Use it as it is."
-        )
-    return spec
+    if drafter is not EAGLE3:
+        raise LayoutCannot(f"kconv {does} only Eagle3 heads, and this is {drafter.a_title}", fix="Use it as it is.")
+
+
+def only_eagle3(spec: Spec, does: str) -> HeadSpec:
+    """Return the spec of an Eagle3 head; see `refuse_others`."""
+    refuse_others(spec.drafter, does)
+    return cast(HeadSpec, spec)
 
 
 EAGLE3 = Drafter(

@@ -265,6 +265,9 @@ def test_its_files_are_checked_by_its_own_rules_and_by_none_of_another_family(tr
     found = kconv("validate", folder)
     assert {one["rule"] for one in found["findings"]} == {"MOLE2", "K203", "K204"}  # random weights and a norm of ones
     assert found["provenance"]["for"] == ["vllm-v1", "vllm-v2"]
+    found = kconv("validate", folder, "--for", "all", fails=True)
+    refused = {engine for one in found["findings"] if one["rule"] == "K007" for engine in one["engines"]}
+    assert refused == {"sglang", "trtllm"}
 
 
 @installed
@@ -381,8 +384,13 @@ def test_what_kconv_does_for_eagle3_heads_alone_is_refused_by_name(trained, tmp_
     prompts.write_text(json.dumps({"prompt": "Tell me about the number 7."}) + "\n")
     kconv("to-vllm", trained, tmp_path / "out")
     told = [str(tmp_path / "out"), str(tmp_path / "no"), "--target", str(tiny_target)]
-    refused = CliRunner().invoke(main, ["to-vllm", *told, "--attention", "mla", "--prompts", str(prompts)])
-    assert refused.exit_code == 1 and "only Eagle3 heads, and this is a Mole" in refused.output, refused.output
+    for words in (
+        ["to-vllm", *told, "--attention", "mla", "--prompts", str(prompts)],
+        ["vocab", told[0]],
+        ["vocab", told[0], "--expand", told[1]],
+    ):
+        refused = CliRunner().invoke(main, words)
+        assert refused.exit_code == 1 and "only Eagle3 heads, and this is a Mole" in refused.output, refused.output
 
 
 BROKEN = {

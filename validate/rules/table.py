@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...drafters.registry import drafters
-from ...engines.registry import engines
+from ...engines.registry import engines, own_layouts
 from ...errors import (
     ConfigInvalid,
     ConfigUnsupported,
@@ -17,7 +17,7 @@ from ...errors import (
     NotACheckpoint,
     UnknownRule,
 )
-from ...rule import Rule
+from ...rule import Found, Rule
 from ..report import Finding
 from . import (
     captured,
@@ -89,6 +89,12 @@ def check_head(subject: HeadSubject) -> Iterator[Finding]:
     for finding in run_rules(HEAD_RULES, subject):
         said.add(finding.rule)
         yield finding
+    for engine in engines() if subject.layout is not None and subject.drafter is not None else ():
+        asked = subject.engines.intersection(engine.runner_names)
+        if asked and not any(layout.drafter is subject.drafter for layout in own_layouts(engine)):
+            what = f"kconv knows no layout of {subject.drafter.title}s for {engine.title}"
+            fix = f"Serve it with an engine that has one, or ask {engine.title}'s makers."
+            yield BY_ID["K007"].finding(Found("config.json", what, fix, tuple(sorted(asked))), asked)
     for problem in subject.problems:
         if problem.code not in said:
             yield BY_ID[problem.code].of_problem(problem, subject.engines)
