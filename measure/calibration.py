@@ -123,16 +123,19 @@ def prompted_texts(
     ids: dict[Part, list[int]] = defaultdict(list)
     for place, prompt in enumerate(prompts):
         ids[part_of(place)] += [i for turn in prompt.turns for i in tokenizer.encode(turn)]
-    windows = {part: torch.tensor(own[: len(own) // context * context]).view(-1, context) for part, own in ids.items()}
+    windows: dict[Part, Tensor] = {
+        part: torch.tensor(own[: len(own) // context * context]).view(-1, context) for part, own in ids.items()
+    }
     if not any(len(own) for own in windows.values()):
         raise CalibrationInvalid(
             f"{file.name} has {sum(map(len, ids.values())):,} tokens, but one text needs {context:,}",
             where=file,
             fix="Use more prompts, or a shorter --context.",
         )
-    split = [(part, group) for part, own in windows.items() if len(own) for group in own.split(ROWS)]
-    parts: list[Part] = [part for part, _ in split]
-    groups = [group for _, group in split]
+    split: list[tuple[Part, Tensor]] = [
+        (part, group) for part, own in windows.items() if len(own) for group in own.split(ROWS)
+    ]
+    parts, groups = [part for part, _ in split], [group for _, group in split]
     # Checked before running the target for hours.
     check_amount([(len(tokens), context) for tokens in groups], parts, spec, file.name)
     digests = tuple(prompt.digest for prompt in prompts)
