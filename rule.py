@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from .errors import Problem, Severity
+from .lines import Part
 from .strict import StrictModel
 
 EVERY_FAMILY: tuple[str, ...] = ()
@@ -132,3 +133,11 @@ class Rule(Generic[S]):
         """Return a problem from reading a head in a report's form."""
         fix = problem.fix if self.says_fix else ""
         return self.finding(Found(problem.where, problem.what, fix, needs=problem.needs), asked)
+
+    def lines(self) -> Iterator[Part]:
+        """Yield what is known about it."""
+        yield f"{self.id} {self.name} ({self.severity})"
+        yield f"  {self.sentence}"
+        engines = ", ".join(self.engines) or "all"
+        facts = {"fix": self.fix, "engines": engines, "releases": self.versions, "seen in": self.seen_in}
+        yield from (f"  {name}: {fact}" for name, fact in facts.items() if fact)

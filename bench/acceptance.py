@@ -9,14 +9,15 @@ another None.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
 from ..checkpoint.schema import MAX_JSON, find_wrong, load_json, read_bounded
 from ..errors import AcceptanceInvalid, NotACheckpoint
+from ..lines import Line, Part, Result, Table
 from ..strict import StrictModel
 
 ACCEPTANCE = "acceptance.json"
@@ -41,6 +42,13 @@ SAID_BY_SELF = ("draft_tokens", "averaging", "engine", "engine_version", "prompt
 # One name per suite, however a card spells it.
 SPELLINGS = {"mtbench": "MT-Bench", "speedbench": "SPEED-Bench", "humaneval": "HumanEval", "gsm8k": "GSM8K",
              "math500": "MATH500", "ceval": "CEval", "livecodebench": "LiveCodeBench", "mmstar": "MMStar"}  # fmt: skip
+# Kinds of means, as headings.
+WAYS = {
+    "micro_steps": "steps",
+    "macro_request": "requests",
+    "macro_category": "categories",
+    "micro_positions": "positions",
+}
 # Not every dataset has the first, and not every target the second.
 MAY_BE_UNSAID = {"prompts_sha256", "reasoning", "draft_sample_method", "rejection_sample_method"}
 
@@ -102,6 +110,12 @@ class SpeedFigure(StrictModel):
     value: float
     interval: Interval | None = None
 
+    def words(self, factor: float, decimals: int) -> str:
+        """Return the figure in another unit, e.g. "1.52 [1.40, 1.63]"."""
+        ends = (self.interval.low, self.interval.high) if self.interval else ()
+        said = ", ".join(f"{factor * end:.{decimals}f}" for end in ends)
+        return f"{factor * self.value:.{decimals}f}" + (f" [{said}]" if said else "")
+
 
 class SpeedRow(StrictModel):
     """Speed at one concurrency, with and without the draft; a speed-up applies only to that concurrency.
@@ -140,6 +154,14 @@ class SpeedRow(StrictModel):
     prompts: int
     prompts_sha256: str
     date: str
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Its line of a table."""
+        figures = ((self.tokens_per_second, 1, 1), (self.ttft, 1000, 1), (self.tpot, 1000, 2),
+                   (self.baseline_tokens_per_second, 1, 1), (self.speedup, 1, 2))  # fmt: skip
+        words = (figure.words(factor, decimals) if figure else "" for figure, factor, decimals in figures)
+        return (str(self.draft_tokens), str(self.concurrency), *words)
 
 
 class AcceptanceRow(StrictModel):
@@ -220,6 +242,11 @@ class AcceptanceRow(StrictModel):
         """The figure as text, e.g. "2.340"."""
         return f"{self.value:.{self.decimals}f}"
 
+    @property
+    def words(self) -> str:
+        """The figure with its interval, e.g. "2.340 [2.21, 2.47]"."""
+        return self.shown + (f" [{self.interval.low:.2f}, {self.interval.high:.2f}]" if self.interval else "")
+
     @model_validator(mode="after")
     def _can_be(self) -> Self:
         if self.measured_by == "quoted" and not self.url:
@@ -259,7 +286,7 @@ class SuiteRecord(StrictModel):
     source: Literal["whole", "excerpt"] | None = None
 
 
-class AcceptanceFile(StrictModel):
+class AcceptanceFile(Result, StrictModel):
     """The figures about one head; the schema of acceptance.json.
 
     Attributes:
@@ -272,6 +299,8 @@ class AcceptanceFile(StrictModel):
         kconv: the version that measured; None if everything is quoted.
         provenance: further facts: the server's model name, the requests' extra fields, seconds taken.
     """
+
+    FOLDS: ClassVar[bool] = True
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
     head: str
@@ -305,6 +334,30 @@ class AcceptanceFile(StrictModel):
     def to_json(self) -> str:
         """Return acceptance.json's text."""
         return self.model_dump_json(indent=1, by_alias=True, exclude_none=True) + "\n"
+
+    def lines(self) -> Iterator[Part]:
+        """Yield a line for each K and category, a column for each kind of mean; and for each concurrency, the speed."""
+        rows = self.rows
+        ways = list(dict.fromkeys(row.averaging or "" for row in rows))
+        lengths = list(dict.fromkeys(row.draft_tokens for row in rows))
+        of_k = f", K={lengths[0]}" if len(lengths) == 1 else ""
+        by = f", by {rows[0].engine}" if rows[0].engine else ""
+        yield Line(f"acceptance length{of_k}, bonus token included{by}; mean over")
+        shown = []
+        for k, category in dict.fromkeys((row.draft_tokens, row.category) for row in rows):
+            own = {row.averaging or "": row for row in rows if (row.draft_tokens, row.category) == (k, category)}
+            first = () if of_k else (str(k or "not stated"),)
+            count = str(next(iter(own.values())).prompts or "")
+            shown.append((*first, category or "all", count, *(own[way].words if way in own else "" for way in ways)))
+        yield Table((*(() if of_k else ("K",)), "", "N", *(WAYS.get(way, way) for way in ways)), shown)
+        last = next((row for row in rows if row.category == rows[-1].category and row.sanity), None)
+        if last is not None and last.sanity:
+            said = f"answers: {last.sanity.mean_tokens:.0f} tokens, {last.sanity.distinct_4grams:.0%} distinct 4-grams"
+            yield Line(said + (f"; speed-up {last.speed.speedup:.2f}" if last.speed else ""))
+        if self.speeds:
+            columns = ("K", "side by side", "tokens/s", "first token, ms", "further token, ms",
+                       "tokens/s without draft", "speed-up")  # fmt: skip
+            yield Table(columns, [row.cells for row in self.speeds])
 
 
 def join(files: Sequence[AcceptanceFile]) -> AcceptanceFile:

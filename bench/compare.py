@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import AcceptanceInvalid
+from ..lines import Line, Part, Table
 from .acceptance import AcceptanceFile, AcceptanceRow, differences, suite_name
 from .tables import NOT_STATED, Benchmark, describe_method, draw_bars, tell_apart
 
@@ -64,6 +65,21 @@ class Comparison:
             ],
             "incomparable": [vars(apart) for apart in self.apart],
         }
+
+    def lines(self) -> Iterator[Part]:
+        """Yield tables of comparable figures, then the others with the reason."""
+        for shared in self.tables:
+            yield Line(shared.method)
+            yield Table(
+                ("", *self.heads),
+                [(about, *(row.words if row else "" for row in rows)) for about, rows in shared.lines],
+            )
+            yield ""
+        if self.apart:
+            columns = ("head", "figure of", "", "not comparable because")
+            yield Table(columns, [(one.head, one.about, one.figure, one.reason) for one in self.apart])
+        if not self.tables:
+            yield "nothing is comparable"
 
 
 def compare(files: Sequence[AcceptanceFile]) -> Comparison:

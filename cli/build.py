@@ -16,16 +16,15 @@ from ..errors import RequestInvalid
 from ..operations.base import Operation, first_wrong, flag, marks, unwrap
 from .group import Command, OneOf
 from .progress import Terminal
-from .terminal import VERBOSE
 
 
 def _explain(context: click.Context, _: click.Parameter, wanted: str | None) -> None:
     if wanted is None or context.resilient_parsing:
         return
-    from ..validate.rules.table import all_rules, find_rule
-    from .show import show_rule, show_rules
+    from ..validate.rules.table import all_rules, find_rule, list_rules
+    from .show import show_lines
 
-    show_rules(all_rules()) if wanted == "all" else show_rule(find_rule(wanted))
+    show_lines([list_rules(all_rules())] if wanted == "all" else find_rule(wanted).lines())
     context.exit()
 
 
@@ -66,15 +65,15 @@ def make_command(name: str, cls: type[Operation], summary: str, **fixed: Any) ->
     def call(**values: Any) -> None:
         context = click.get_current_context()
         as_json, dry_run = values.pop("as_json"), values.pop("dry_run", False)
-        # Used when a report is printed.
-        context.meta[VERBOSE] = values.pop("verbose", False)
+        # Of a command's own options, only -v is left: it is for whoever prints the result.
+        how = {"verbose": True} if values.pop("verbose", False) else {}
         given = {
             field: values[field]
             for field in fields
             if context.get_parameter_source(field) not in (None, ParameterSource.DEFAULT)
         }
         try:
-            _carry_out(_request(cls, fixed | given), as_json=as_json, dry_run=dry_run)
+            _carry_out(_request(cls, fixed | given), as_json=as_json, dry_run=dry_run, **how)
         except RequestInvalid as error:
             raise click.UsageError(f"{error.what}. {error.fix}".rstrip()) from error
 
@@ -101,15 +100,15 @@ def _request(cls: type[Operation], values: dict[str, Any]) -> Operation:
         raise click.UsageError(first_wrong(cls, error)) from error
 
 
-def _carry_out(request: Operation, *, as_json: bool, dry_run: bool) -> None:
-    from .show import show, show_plan
+def _carry_out(request: Operation, *, as_json: bool, dry_run: bool, **how: bool) -> None:
+    from .show import show
 
     context = Terminal()
     if dry_run:
-        show_plan(request, request.preview(context), as_json=as_json)
+        show(request.preview(context), as_json=as_json)
         return
     result = request.run(context)
-    show(request, result, as_json=as_json)
+    show(result, as_json=as_json, **how)
     if code := request.exit_code(result):
         raise SystemExit(code)
 

@@ -14,6 +14,7 @@ import click
 from click.shell_completion import get_completion_class
 
 from ..errors import MissingExtra
+from ..lines import Styled, Table, Words, megabytes, next_command
 from .terminal import echo, make_console
 
 if TYPE_CHECKING:
@@ -118,9 +119,7 @@ def _bars() -> Iterator[Callable]:
 
 
 def _show_demo(out: Path, made: Sequence[Made], *, as_json: bool) -> None:
-    from rich.table import Table
-
-    from .show import acceptance_table, print_json, print_next
+    from .show import print_json, show_lines
 
     if as_json:
         heads = [
@@ -130,25 +129,24 @@ def _show_demo(out: Path, made: Sequence[Made], *, as_json: bool) -> None:
         ]  # fmt: skip
         print_json({"out": str(out), "heads": heads})
         return
-    console = make_console()
-    for head in made:
-        console.print(acceptance_table(head.report, title=f"{head.name} head"), "")
-    table = Table(f"in {out}", "size", "parity with ModelOpt's module", "weights", "trtllm's weights", box=None)
-    table.add_row("target", _size(out / "target"), "", "", "")
+    rows: list[tuple[Words, ...]] = [("target", _size(out / "target"), "", "", "")]
     for head in made:
         parity = head.report.figures.parity
         apart = max(p.rms_error for p in parity)
         agreed = min(p.top1 for p in parity)
-        table.add_row(
-            f"{head.name}/vllm",
-            _size(out / head.name / "vllm"),
-            f"logits {apart:.0e}, top-1 {agreed:.1%}",
-            "identical" if head.report.figures.identical else "[red]NOT identical",
-            "in bfloat16" if head.rounded else "[red]NOT in bfloat16",
+        rows.append(
+            (
+                f"{head.name}/vllm",
+                _size(out / head.name / "vllm"),
+                f"logits {apart:.0e}, top-1 {agreed:.1%}",
+                "identical" if head.report.figures.identical else (Styled("NOT identical", "red"),),
+                "in bfloat16" if head.rounded else (Styled("NOT in bfloat16", "red"),),
+            )
         )
-    console.print(table)
-    echo()
-    print_next("inspect", out / made[0].name / "vllm")
+    lengths = [part for head in made for part in (head.report.acceptance_table(f"{head.name} head"), "")]
+    columns = (f"in {out}", "size", "parity with ModelOpt's module", "weights", "trtllm's weights")
+    shown = next_command("inspect", out / made[0].name / "vllm")
+    show_lines([*lengths, Table(columns, rows), "", shown], folds=True)
 
 
 def _size(folder: Path) -> str:
@@ -197,47 +195,37 @@ def run(
 
 
 def _show_preview(preview: Preview, root: Path, *, as_json: bool) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
-    from .show import megabytes, print_json, wide_console
+    from .show import print_json, show_lines
 
     if as_json:
         findings = [finding.model_dump(mode="json") for finding in preview.findings]
         print_json(asdict(preview) | {"out": str(root), "heavy": preview.heavy, "findings": findings})
         return
-    table = Table("step", "kind", "", "size", "why", box=None, header_style="bold")
+    rows = []
     for step in preview.steps:
         runs = {True: "runs", False: "up to date", None: "may run"}[step.runs]
         size = "not known yet" if step.size is None else megabytes(step.size) if step.size else ""
-        table.add_row(escape(step.name), step.do, runs, size, escape(step.why))
-    wide_console().print(table)
+        rows.append((step.name, step.do, runs, size, step.why))
     least = "" if preview.whole else "at least "
-    where = root.absolute().parent
-    echo(f"disk: {least}{megabytes(preview.needed)} needed, {megabytes(preview.free)} free in {where}")
-    for finding in preview.findings:
-        echo(f"{finding.severity} {finding.rule} {finding.where}: {finding.message}")
-    echo("dry run: nothing was done")
+    disk = f"{megabytes(preview.needed)} needed, {megabytes(preview.free)} free in {root.absolute().parent}"
+    found = [f"{one.severity} {one.rule} {one.where}: {one.message}" for one in preview.findings]
+    table = Table(("step", "kind", "", "size", "why"), rows)
+    show_lines([table, f"disk: {least}{disk}", *found, "dry run: nothing was done"])
 
 
 def _show_outcomes(outcomes: Sequence[Outcome], root: Path, *, as_json: bool) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
-    from .show import megabytes, print_json, wide_console
+    from .show import print_json, show_lines
 
     if as_json:
         print_json({"out": str(root), "steps": [asdict(outcome) for outcome in outcomes]})
         return
-    table = Table("step", "kind", "", "seconds", "size", "why", box=None, header_style="bold")
+    rows = []
     for one in outcomes:
-        made = one.status == "made"
-        size = megabytes(one.size) if one.size else ""
-        table.add_row(escape(one.name), one.do, one.status, f"{one.seconds:.1f}" if made else "", size, escape(one.why))
-    wide_console().print(table)
+        seconds = f"{one.seconds:.1f}" if one.status == "made" else ""
+        rows.append((one.name, one.do, one.status, seconds, megabytes(one.size) if one.size else "", one.why))
     counts = [f"{sum(o.status == s for o in outcomes)} {s}" for s in dict.fromkeys(o.status for o in outcomes)]
-    if outcomes:
-        echo(f"{root}: {', '.join(counts)}")
+    table = Table(("step", "kind", "", "seconds", "size", "why"), rows)
+    show_lines([table, f"{root}: {', '.join(counts)}"] if outcomes else [table])
 
 
 @click.command(short_help="Print a script for shell completion.")

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from ..lines import duration
 from ..operations.base import Context
 from .terminal import echo, make_console
 
@@ -88,12 +89,3 @@ class _Lines:
             f"{rate / 1e6:.0f} MB/s, {duration(left)} left",
             err=True,
         )
-
-
-def duration(seconds: float) -> str:
-    """Return seconds in readable form."""
-    if seconds != seconds:
-        return "unknown"
-    minutes, rest = divmod(int(seconds + 0.5), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

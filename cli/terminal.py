@@ -12,9 +12,6 @@ from ..escape import terminal
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Where click keeps whether -v was given.
-VERBOSE = "kconv.verbose"
-
 
 def echo(text: object = "", *, err: bool = False, nl: bool = True) -> None:
     """Print a text, on stderr if `err`."""

@@ -22,6 +22,7 @@ from pydantic.fields import FieldInfo
 from ..checkpoint.schema import in_words
 from ..errors import KconvError, MissingExtra, RequestInvalid, StepFailed
 from ..installed import install_command
+from ..lines import Result
 from ..strict import StrictModel
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class Estimate:
     """
 
     bytes: int | None = 0
-    plan: Any = None
+    plan: Result | None = None
 
 
 @dataclass(frozen=True)

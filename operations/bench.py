@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from ..checkpoint.schema import parse_json
 from ..engines import registry
+from ..lines import Part, Result
 from .base import Context, Name, Operation, Words, argument, option
 from .reading import Count, Reading, Url, check_python, check_target, check_trusted, refuse_existing_output
 
@@ -375,8 +376,8 @@ class Quote(Operation):
         return found
 
 
-@dataclass(frozen=True)
-class Written:
+@dataclass(frozen=True, repr=False)
+class Written(Result):
     """A text that was written: its file, and the text."""
 
     out: Path
@@ -394,16 +395,24 @@ class Written:
         """Return it as plain values."""
         return {"out": str(self.out), "text": self.text}
 
+    def lines(self) -> Iterable[Part]:
+        return (self.text.removesuffix("\n"),)
 
-@dataclass(frozen=True)
-class Compared:
+
+@dataclass(frozen=True, repr=False)
+class Compared(Result):
     """Figures that can be compared, and those that cannot."""
+
+    FOLDS: ClassVar[bool] = True
 
     comparison: Comparison
 
     def to_json(self) -> Any:
         """Return the comparison as plain values."""
         return self.comparison.to_json()
+
+    def lines(self) -> Iterable[Part]:
+        return self.comparison.lines()
 
 
 class Compare(Operation):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import model_validator
 
+from ..lines import Line, Part, Result
 from .base import Context, Name, Operation, argument, option
 from .reading import refuse_existing_output
 
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
     from ..validate.report import Finding
 
 
-@dataclass(frozen=True)
-class CardWritten:
+@dataclass(frozen=True, repr=False)
+class CardWritten(Result):
     """A written card, or the findings of a check.
 
     Attributes:
@@ -48,6 +49,25 @@ class CardWritten:
             "missing": dict(self.missing) if self.missing is not None else None,
             "findings": [finding.model_dump(mode="json") for finding in self.findings],
         }
+
+    def lines(self) -> Iterator[Part]:
+        """Yield the file that was written, or what was asked for; the rest goes to stderr."""
+        if self.missing is not None:
+            yield from (f"{name}: {asked}" if asked else name for name, asked in self.missing.items())
+            if self.missing:
+                count = len(self.missing)
+                yield Line(f"{count} facts are missing; kconv card --init writes a file for them", err=True)
+            return
+        if self.file is not None:
+            yield str(self.file)
+        if self.started:
+            return
+        if self.unsaid:
+            yield Line(f"{self.unsaid} facts are missing; kconv card --missing lists them", err=True)
+        said = [f"{one.severity} {one.rule} {one.where}: {one.message}\n  fix: {one.fix}" for one in self.findings]
+        count = len(said)
+        found = f"{count} finding{'s' * (count != 1)} about licenses and origins" if count else "license checks passed"
+        yield from (Line(line, wraps=False, err=not self.checked) for line in (*said, f"{self.folder}: {found}"))
 
 
 class Card(Operation):

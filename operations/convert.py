@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from ..errors import ReadingBeaten, RequestInvalid
+from ..lines import Line, Part, Result, Styled, Table, filename, next_command
 from .base import Context, Estimate, Name, argument, option
 from .reading import Reading, check_prompts, check_trusted, refuse_existing_output
 
@@ -24,17 +26,93 @@ HeadDim = Annotated[Literal["auto", "192", "256"], BeforeValidator(str)]
 OF_ATTENTION = ("context", "heal", "head_dim", "min_retention", "device")
 
 
-@dataclass(frozen=True)
-class Converted:
-    """A written head: its folder, its manifest, and what an approximation retained on held-out text."""
+@dataclass(frozen=True, repr=False)
+class Converted(Result):
+    """A written head: its folder, its manifest, what an approximation retained, and the bytes if they became fewer."""
 
     out: str
     manifest: Manifest
     retention: Retention | None = None
+    size: int | None = None
 
     def to_json(self) -> Any:
         """Return the manifest as plain values."""
         return self.manifest.model_dump(mode="json", by_alias=True)
+
+    def lines(self) -> Iterator[Part]:
+        """Yield what became of the tensors, what is not verified, and how much an approximation retains."""
+        manifest = self.manifest
+        actions = [step.action for step in manifest.tensors]
+        counts = ", ".join(f"{actions.count(action)} {action}" for action in dict.fromkeys(actions))
+        shown = filename(self.out)
+        yield f"{shown}: {manifest.source_layout} -> {manifest.layout}, {len(actions)} tensors ({counts})"
+        yield from changes(manifest)
+        if manifest.config_copied:
+            yield f"config keys copied unchanged: {', '.join(manifest.config_copied)}"
+        yield f"captured layers: {manifest.captured_by}"
+        yield from _unverified(manifest)
+        owners = "the source" + (" and, where added, to the target" if "added" in actions else "")
+        yield "weights: " + (f"byte-identical to {owners}" if manifest.exact else "differ from the source, see above")
+        yield next_command("validate", self.out, "--source", manifest.source)
+        if self.size is not None:
+            yield f"bytes: {self.size:,}"
+        if (figures := self.retention) is not None:
+            yield (
+                f"approximate: retains {figures.kept:.2%} ± {figures.kept_error:.2%} of the acceptance length "
+                f"({figures.before:.3f} to {figures.after:.3f}, K={figures.steps}, sampled, bonus included) on "
+                f"{figures.sequences} held-out sequences of up to {figures.context} tokens"
+            )
+
+
+def changes(manifest: Manifest) -> Iterator[str]:
+    """Yield a line for each tensor that was computed, and for each that was dropped."""
+    yield from (f"{step.output.name} {step.action}: {step.reason}" for step in manifest.tensors if step.reason)
+    yield from (f"{record.name} dropped: {record.reason}" for record in manifest.dropped)
+
+
+def _unverified(manifest: Manifest) -> Iterator[Line]:
+    """Yield facts about a head that rest on the user's word or on a default, loudly if its files contradict them."""
+    from ..drafters.facts import phrase
+
+    for one in manifest.unverified:
+        said = f" {one.fact}: {phrase(one.fact, one.value)} ({one.word})"
+        yield Line((Styled("not verified:", "yellow"), said), wraps=False)
+        if one.against:
+            said = f" {one.against}. Measure it: kconv validate OUT --target TARGET --prompts PROMPTS"
+            yield Line((Styled("WARNING", "bold red"), said), wraps=False)
+
+
+@dataclass(frozen=True, repr=False)
+class ConversionPlanned(Result):
+    """What a conversion would do; no plan for another attention, which is fitted and measured first."""
+
+    plan: Plan | None
+
+    def to_json(self) -> Any:
+        """Return the plan as plain values."""
+        if (plan := self.plan) is None:
+            return {"layout": None, "steps": None, "dropped": None, "config": None}
+        steps = [{"tensor": s.name, "action": s.action, "from": [x.info.name for x in s.sources]} for s in plan.steps]
+        return {"layout": plan.layout.name, "steps": steps, "dropped": plan.dropped, "config": plan.config}
+
+    def lines(self) -> Iterator[Part]:
+        """Yield what would become of each tensor."""
+        if (plan := self.plan) is None:
+            yield "no plan for --attention: the head is fitted, measured, and written if it retains enough"
+            return
+        steps = [
+            (
+                ", ".join(one.info.name for one in step.sources),
+                step.name,
+                step.action + (f": {step.computed.reason}" if step.computed else ""),
+            )
+            for step in plan.steps
+        ]
+        yield Table(
+            ("from", "to", "action"), steps + [(name, "", f"dropped: {why}") for name, why in plan.dropped.items()]
+        )
+        yield f"captured layers: {plan.source.read.captured.how}"
+        yield "dry run: nothing was written"
 
 
 class Convert(Reading):
@@ -119,9 +197,9 @@ class Convert(Reading):
         """Return the plan, made from headers alone; it does not estimate the work of another attention."""
         refuse_existing_output(self.out)
         if self.attention:
-            return Estimate(None)
+            return Estimate(None, ConversionPlanned(None))
         planned = self._plan(context)
-        return Estimate(sum(step.size for step in planned.steps), planned)
+        return Estimate(sum(step.size for step in planned.steps), ConversionPlanned(planned))
 
     def _plan(self, context: Context) -> Plan:
         from ..convert.plan import WriteOptions, plan

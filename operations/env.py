@@ -7,12 +7,14 @@ import platform
 import re
 import shutil
 import subprocess
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import RequestInvalid
 from ..installed import LIBRARIES, version_of
+from ..lines import Facts, Part, Result
 from .base import Context, Name, Operation, option
 
 # Their values may hold a name, an address or a token, so only whether they are set is shown.
@@ -23,8 +25,8 @@ VARIABLES = (
 SAY = "from importlib.metadata import distributions as d; print(*{x.name.lower() + '=' + x.version for x in d()})"
 
 
-@dataclass(frozen=True)
-class Environment:
+@dataclass(frozen=True, repr=False)
+class Environment(Result):
     """What a bug report needs, without paths, names or tokens of the user.
 
     Attributes:
@@ -48,6 +50,17 @@ class Environment:
     def to_json(self) -> dict[str, Any]:
         """Return everything as plain values."""
         return asdict(self)
+
+    def lines(self) -> Iterable[Part]:
+        """Return the facts, each by its name."""
+        machine, facts = self.machine, {"kconv": self.kconv, "python": self.python}
+        facts |= {name: number or "not installed" for name, number in self.libraries.items()}
+        facts["engines"] = ", ".join(f"{name} {number}" for name, number in self.engines.items()) or "none found"
+        facts["processor"] = f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB of memory"
+        facts["GPUs"] = "; ".join(machine["gpus"]) or "none that torch sees"
+        facts["C compiler"] = "yes" if self.compiler else "no"
+        facts["variables set"] = ", ".join(self.variables) or "none"
+        return (Facts(facts),)
 
 
 class Env(Operation):

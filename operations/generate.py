@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
+from ..lines import Part, Result
 from .base import Context, Name, Operation, option
 from .reading import Count, Url
 
 
-@dataclass(frozen=True)
-class Generated:
+@dataclass(frozen=True, repr=False)
+class Generated(Result):
     """What became of the prompts: how many were answered, failed, or already had an answer."""
 
     out: str
@@ -24,6 +25,10 @@ class Generated:
     def to_json(self) -> Any:
         """Return the counts as plain values."""
         return {"out": self.out, "prompts": self.prompts} | {"counts": dict(self.counts)}
+
+    def lines(self) -> Iterable[Part]:
+        counts = ", ".join(f"{count} {what}" for what, count in self.counts.items())
+        return (f"{self.out}: {counts} of {self.prompts} prompts",)
 
 
 class Generate(Operation):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from ..lines import Facts, Line, Part, Result, Styled, Table, Words
 from .base import Context, Name, argument
 from .reading import Reading
 
@@ -14,10 +16,15 @@ if TYPE_CHECKING:
 
 # Not weights: maps and masks.
 INTEGERS = ("I64", "I32", "BOOL")
+# What is shown of a config that kconv cannot read.
+STATED = (
+    "architectures", "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+    "vocab_size", "draft_vocab_size", "rope_theta", "max_position_embeddings",
+)  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Inspected:
+@dataclass(frozen=True, repr=False)
+class Inspected(Result):
     """What a checkpoint is, as far as its files show.
 
     Attributes:
@@ -69,6 +76,68 @@ class Inspected:
                 for i in reading.checkpoint.tensors.values()
             ],
         }
+
+    def lines(self) -> Iterator[Part]:
+        """Yield what is known, the tensors, and each problem that stands in no line above."""
+        reading = self.reading
+        yield Facts(self._facts())
+        yield ""
+        tensors = reading.checkpoint.tensors.values()
+        yield Table(
+            ("tensor", "dtype", "shape", "bytes"),
+            [(one.name, one.dtype, " x ".join(map(str, one.shape)), f"{one.size:,}") for one in tensors],
+        )
+        shown = {one.what for one in reading.undecided}
+        for problem in reading.problems:
+            if problem.what not in shown:
+                kind = Styled(f"{problem.severity} {problem.code}", "bold")
+                yield Line((kind, f" {problem.where}: {problem.what}"))
+                yield Line(f"  fix: {problem.fix}")
+
+    def _facts(self) -> dict[str, Words]:
+        """Return what describes a checkpoint; undecided facts are marked in their line."""
+        reading, spec, config = self.reading, self.reading.spec, self.reading.config
+        known = reading.layout.drafter.facts if reading.layout else {}
+        facts = {"source": reading.checkpoint.source, "what": self.kind}
+        if reading.kind is not None:
+            facts["what"] += f": {reading.kind.what}"
+        if reading.layout is not None:
+            facts["layout"] = f"{reading.layout.name} ({reading.layout.engine})"
+        if spec is not None and reading.layout is not None:
+            drafter, how = reading.layout.drafter, reading.captured
+            mlp = f", MLP {spec.intermediate}" if hasattr(spec, "intermediate") else ""
+            facts |= {
+                "attention": f"{spec.kind.upper()} {_dims(spec.attention)}" if drafter.attention else "none",
+                "hidden": f"{spec.hidden} (target {spec.target_hidden}){mlp}, {spec.layers} layer(s)",
+                "vocabulary": f"{spec.draft_vocab} of {spec.vocab}",
+                "rope": f"theta {spec.rope.theta!r}, {_dims(spec.rope.scaling) if spec.rope.scaling else 'no scaling'}",
+                "captured": f"outputs of layers {list(spec.captured)}: {how.how}" if how else "",
+            } | drafter.lines(spec)
+        else:
+            stated = {key: config.get(key) for key in STATED if config.get(key) is not None}
+            facts["config"] = ", ".join(f"{key} {value}" for key, value in stated.items()) or "states no dims"
+            if reading.captured:
+                facts["captured"] = f"outputs of layers {list(reading.captured.ids)}: {reading.captured.how}"
+        dtype = f", {spec.dtype}" if spec else ""
+        facts["weights"] = f"{len(reading.checkpoint.tensors)} tensors, {self.parameters:,} parameters{dtype}"
+        if self.targets:
+            named = ", ".join(self.targets)
+            facts["target"] = f"{named}, named in its files; --target {self.targets[0]} reads its config"
+        shown: dict[str, tuple[str | Styled, ...]] = {name: (fact,) for name, fact in facts.items()}
+        opened = {one.fact: one for one in reading.undecided}
+        for name, fact in known.items():
+            if (one := opened.get(name)) is not None:
+                candidates = "".join(f"\n- {candidate}" for candidate in one.phrases)
+                shown[fact.line] = (Styled("UNDECIDED", "bold yellow"), f": {one.what}{candidates}\n{one.decide}")
+        for one in reading.read.unverified if reading.read else ():
+            against = f"; {one.against}" if one.against else ""
+            line, said = known[one.fact].line, f"(by {one.word}, not verified{against})"
+            shown[line] = (*shown[line], " ", Styled(said, "yellow"))
+        return dict(shown)
+
+
+def _dims(value: Any) -> str:
+    return " ".join(f"{name}={v}" for name, v in vars(value).items() if v is not None)
 
 
 class Inspect(Reading):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from ..errors import RequestInvalid
+from ..lines import Part, Result, Table
 from .base import Context, Name, Operation, argument, option
 from .reading import Count
 
@@ -44,8 +45,8 @@ def _allowed(value: Any) -> Any:
     return found
 
 
-@dataclass(frozen=True)
-class PublishResult:
+@dataclass(frozen=True, repr=False)
+class PublishResult(Result):
     """What was published, or would be.
 
     Attributes:
@@ -63,6 +64,23 @@ class PublishResult:
         passed = [{"rule": f.rule, "where": f.where, "found": f.message, "why": a.why} for f, a in self.release.passed]
         findings = [finding.model_dump(mode="json") for finding in self.release.findings]
         return {"dry_run": self.dry_run} | asdict(self.made) | {"findings": findings, "allowed": passed}
+
+    def lines(self) -> Iterator[Part]:
+        """Yield the allowed checks, the files, and what was done."""
+        made = self.made
+        for finding, allowance in self.release.passed:
+            yield f"allowed {finding.rule} {finding.where}: {finding.message} ({allowance.why})"
+        files = [
+            (one.name, f"{one.size:,}", made.files[one.name][:16], "new" if one.name in made.uploaded else "unchanged")
+            for one in {file.name: file for file in self.release.files}.values()
+        ]
+        yield Table(("file", "bytes", "sha256", ""), files + [(name, "", "", "deleted") for name in made.deleted])
+        at = f"{made.repo}@{made.tag or made.commit or made.revision}"
+        if self.dry_run:
+            yield f"{at}: every check passed; dry run, nothing was changed"
+        else:
+            yield f"{at}: {', '.join(made.done) or 'nothing to do, the same files are already there'}"
+        yield f"commit {made.commit or 'not made yet'}, {'private' if made.private else 'public'}"
 
 
 class Publish(Operation):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
 from ..errors import InputScalesInvalid, RequestInvalid, TargetInvalid
+from ..lines import Line, Part, Result, Styled, Table, duration, next_command
 from .base import Context, Estimate, Name, Operation, argument, option, quiet_stdout
 from .convert import Converted, Share
 from .reading import Count, Reading, check_prompts, check_target, check_trusted, refuse_existing_output
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from ..quantize.calibration import CalibrationPrompts, TargetCalibration
     from ..quantize.plan import QuantizePlan
     from ..quantize.recipe import Recipe
+    from ..quantize.stream import Estimate as Estimated
 
 DATA_FREE = "data-free"
 # Where each backend gets the input scales from, and the options that only it has.
@@ -38,8 +41,8 @@ class Prompted(Operation):
     trust_remote_code: bool = option(False, "Run the tokenizer's own Python code; the target must be pinned.")
 
 
-@dataclass(frozen=True)
-class Calibrated:
+@dataclass(frozen=True, repr=False)
+class Calibrated(Result):
     """A written calibration: its file, and its contents."""
 
     out: str
@@ -49,6 +52,11 @@ class Calibrated:
         """Return the calibration text as plain values."""
         found = self.calibration
         return {"out": self.out, "modules": len(found.input_amax), "prompts": found.prompts.model_dump(mode="json")}
+
+    def lines(self) -> Iterable[Part]:
+        found = self.calibration
+        text = f"{found.prompts.tokens:,} tokens of {found.prompts.count} prompts"
+        return (f"{self.out}: {len(found.input_amax):,} modules, {text}",)
 
 
 class Calibrate(Prompted):
@@ -99,18 +107,92 @@ class Calibrate(Prompted):
         return Calibrated(self.out, found)
 
 
-@dataclass(frozen=True)
-class Quantized:
-    """A quantized target: its folder, and the plan; a rank other than the first has written only its part.
+@dataclass(frozen=True, repr=False)
+class Quantized(Result):
+    """A quantized target: its folder, and the plan; a rank other than the first has written only its part."""
+
+    out: str
+    plan: QuantizePlan
+    written: bool = True
+
+    def to_json(self) -> Any:
+        """Return what was done as plain values."""
+        return self.plan.to_json(self._files) | {"out": self.out}
+
+    def lines(self) -> Iterator[Part]:
+        """Yield what was written; nothing for a part of it."""
+        if self.written:
+            plan = self.plan
+            yield (
+                f"{self.out}: {len(plan.modules):,} modules in NVFP4 ({plan.recipe.name}), "
+                f"{plan.bytes_in / 1e9:.3f} GB -> {plan.bytes_out / 1e9:.3f} GB in {self._files} files"
+            )
+            yield f"input_scale: {plan.scales}; KV cache: {plan.recipe.kv_cache}"
+            yield next_command("validate", self.out, "--source", plan.source.source)
+
+    @property
+    def _files(self) -> int:
+        return len(list(Path(self.out).glob("*.safetensors")))
+
+
+@dataclass(frozen=True, repr=False)
+class QuantizationPlanned(Result):
+    """What a quantization would do: tensors by part, sizes, disk and time.
 
     Attributes:
         processes: that share the work; None for ModelOpt, whose files and time are not known in advance.
     """
 
+    FOLDS: ClassVar[bool] = True
+
     out: str
     plan: QuantizePlan
     processes: int | None
-    written: bool = True
+
+    def to_json(self) -> Any:
+        """Return the plan as plain values."""
+        from ..checkpoint.staging import free_bytes
+        from ..quantize.output import bytes_needed
+
+        plan, taken = self.plan, self._estimate()
+        return plan.to_json(None if self.processes is None else len(plan.units)) | {
+            "becomes": [
+                {"part": part, "action": action, "tensors": count, "bytes_in": before, "bytes_out": after}
+                for (part, action), (count, before, after) in plan.parts().items()
+            ],
+            "disk": {"needed": bytes_needed(plan), "free": free_bytes(Path(self.out))},
+            "estimate": taken
+            and {"processes": self.processes, "bytes_per_second": taken.rate, "seconds": taken.seconds},
+        }
+
+    def lines(self) -> Iterator[Part]:
+        """Yield what becomes of each part of the model, and what it takes."""
+        from ..checkpoint.staging import free_bytes
+        from ..quantize.output import bytes_needed, copied_files
+
+        plan = self.plan
+        needed, free = bytes_needed(plan), free_bytes(Path(self.out))
+        parts = [(*key, f"{count:,}", before, after) for key, (count, before, after) in plan.parts().items()]
+        parts.append(("all", "", "", plan.bytes_in, plan.bytes_out))
+        sized = [(*what, f"{before / 1e9:.3f} GB", f"{after / 1e9:.3f} GB") for *what, before, after in parts]
+        yield Table(("part", "becomes", "modules", "before", "after"), sized)
+        yield Line(f"input_scale: {plan.scales}; KV cache: {plan.recipe.kv_cache}")
+        weights = "ModelOpt's" if self.processes is None else len(plan.units)
+        yield Line(f"files: {weights}, and {len(copied_files(plan.source.folder))} copied")
+        enough = () if free >= needed else (" ", Styled("NOT enough", "red"))
+        yield Line((f"disk: {needed / 1e9:.3f} GB needed, {free / 1e9:.1f} GB free", *enough))
+        if (taken := self._estimate()) is not None:
+            yield Line(
+                f"time: about {duration(taken.seconds)} on {self.processes} processes, estimated from a packed sample "
+                f"({taken.rate / 1e6:.0f} MB/s each); a slow disk takes longer"
+            )
+
+    def _estimate(self) -> Estimated | None:
+        from ..quantize.stream import estimate
+
+        if self.plan.source.headers_only or self.processes is None:
+            return None
+        return estimate(self.plan, self.processes)
 
 
 class Quantize(Prompted):
@@ -185,7 +267,7 @@ class Quantize(Prompted):
         own = sum(unit.bytes_in for unit in (plan.units if world.rank == 0 else world.own(plan.units)))
         with context.bytes("quantizing", own) as advance:
             made = quantize(plan, Path(self.out), world=world, jobs=processes, advance=advance, say=context.log)
-        return Quantized(self.out, plan, processes, bool(made and not world.rank))
+        return Quantized(self.out, plan, bool(made and not world.rank))
 
     def estimate(self, context: Context) -> Estimate:
         """Return the plan, made from headers alone."""
@@ -196,10 +278,10 @@ class Quantize(Prompted):
 
         if self.backend == "modelopt":
             plan = self._plan(context, recipe, self._sequences(context)[1], headers_only=True)
-            return Estimate(plan.bytes_out, Quantized(self.out, plan, None))
+            return Estimate(plan.bytes_out, QuantizationPlanned(self.out, plan, None))
         plan = self._plan(context, recipe, headers_only=True)
         processes = self._processes() * read_world().size
-        return Estimate(sum(unit.bytes_out for unit in plan.units), Quantized(self.out, plan, processes))
+        return Estimate(sum(unit.bytes_out for unit in plan.units), QuantizationPlanned(self.out, plan, processes))
 
     def precheck(self, context: Context) -> None:
         """Raise RecipeInvalid for a missing recipe, RequestInvalid for one without its scales."""
@@ -261,7 +343,7 @@ class Quantize(Prompted):
         # ModelOpt prints its progress to stdout, which is for results.
         with context.status("quantizing") as say, quiet_stdout():
             quantize_in_memory(plan, Path(self.out), [ids.unsqueeze(0) for ids in sequences], say=say)
-        return Quantized(self.out, plan, None)
+        return Quantized(self.out, plan)
 
 
 def _check_model(context: Context, name: str) -> None:
@@ -338,4 +420,5 @@ class QuantizeHead(Reading):
                 head, FORMATS[self.format], Path(self.out), target, context.path(self.states),
                 min_retention=self.min_retention, say=say,
             )  # fmt: skip
-        return Converted(self.out, manifest, kept)
+        size = sum(file.size for file in manifest.files if file.name in manifest.weight_files)
+        return Converted(self.out, manifest, kept, size)

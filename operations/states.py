@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from ..lines import Part, Result
 from .base import Context, LayerIds, Name, Operation, argument, option
 from .reading import (
     Count,
@@ -28,8 +30,8 @@ Tokens = Annotated[int, Field(ge=0)]
 Dtype = Literal["F32", "BF16", "F16"]
 
 
-@dataclass(frozen=True)
-class StatesWritten:
+@dataclass(frozen=True, repr=False)
+class StatesWritten(Result):
     """Written hidden states: their folder, and their record."""
 
     out: str
@@ -38,6 +40,15 @@ class StatesWritten:
     def to_json(self) -> Any:
         """Return the record as plain values."""
         return self.record.model_dump(mode="json", by_alias=True)
+
+    def lines(self) -> Iterable[Part]:
+        record = self.record
+        counts = ", ".join(f"{count} {kind}" for kind, count in record.sequences.items())
+        size = f"{record.size / 1e6:,.1f} MB {record.dtype}"
+        return (
+            f"{self.out}: {record.count} sequences ({counts}), {record.tokens:,} tokens, {size}",
+            f"captured: outputs of layers {list(record.captured)} of {record.target.source}",
+        )
 
 
 class States(Operation):

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from ..lines import Part, Result
 from .base import Context, Estimate, Name, Operation, argument, option
 from .reading import Count, refuse_existing_output
 
 
-@dataclass(frozen=True)
-class TinyMade:
+@dataclass(frozen=True, repr=False)
+class TinyMade(Result):
     """A tiny target."""
 
     out: str
@@ -21,6 +23,9 @@ class TinyMade:
     def to_json(self) -> Any:
         """Return its folder."""
         return {"out": self.out}
+
+    def lines(self) -> Iterable[Part]:
+        return (self.out,)
 
 
 class Tiny(Operation):

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from ..checkpoint.schema import parse_json
 from ..errors import RequestInvalid
+from ..lines import Part, Result, Table, next_command
 from .base import Context, Estimate, Name, Operation, argument, option
 from .reading import Count, Reach, Url, check_data, check_target, check_trusted, refuse_existing_output, serving
 
@@ -47,9 +48,11 @@ def _settings(value: Any) -> Any:
     return found
 
 
-@dataclass(frozen=True)
-class Trained:
+@dataclass(frozen=True, repr=False)
+class Trained(Result):
     """A trained head: its folder, layout and record, and how much of the training text its vocabulary covers."""
+
+    FOLDS: ClassVar[bool] = True
 
     out: str
     layout: str
@@ -60,6 +63,21 @@ class Trained:
     def to_json(self) -> Any:
         """Return the record of the training as plain values."""
         return {"out": self.out, "layout": self.layout, "training": dict(self.training)}
+
+    def lines(self) -> Iterator[Part]:
+        """Yield the coverage, the head's figures before and after, and the next command."""
+        if self.coverage is not None:
+            yield self.coverage_line
+        if not (training := self.training):
+            return
+        before, after, steps = training["untrained"], training["trained"], training["recipe"]["ttt_steps"]
+        names = {"loss": "loss, nats", "acceptance": f"acceptance length, sampled, K={steps}"}
+        figures = [(name, f"{before[key]:.3f}", f"{after[key]:.3f}") for key, name in names.items()]
+        yield Table(("held out", "untrained", "trained"), figures)
+        yield ""
+        yield next_command(
+            *(("validate", self.out) if self.layout == "vllm" else ("to-vllm", self.out, f"{self.out}-vllm"))
+        )
 
 
 def _processes() -> int:

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import RequestInvalid
 from ..escape import command
+from ..lines import Part, Result, filename
 from .base import Context, Name, Operation, argument
 
 if TYPE_CHECKING:
     from ..checkpoint.manifest import Manifest
 
 
-@dataclass(frozen=True)
-class Verified:
+@dataclass(frozen=True, repr=False)
+class Verified(Result):
     """An output that matches its manifest, and whether its source was compared too."""
 
     out: str
     manifest: Manifest
     with_source: bool
+
+    def to_json(self) -> Any:
+        """Return what was compared as plain values."""
+        counts = {"tensors": len(self.manifest.tensors), "files": len(self.manifest.files)}
+        return {"out": self.out, "matches": True, "source_compared": self.with_source} | counts
+
+    def lines(self) -> Iterable[Part]:
+        sides = "source and output" if self.with_source else "output"
+        counts = f"{len(self.manifest.tensors)} tensors and {len(self.manifest.files)} files"
+        return (f"{filename(self.out)}: {counts} match the manifest ({sides})",)
 
 
 class Verify(Operation):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
+from ..lines import Part, Result, filename, next_command
 from .base import Context, Name, argument, option
+from .convert import changes
 from .reading import Reading, check_trusted, refuse_existing_output
 
 if TYPE_CHECKING:
@@ -20,8 +23,8 @@ if TYPE_CHECKING:
 CHANGES = ("rebuild_t2d", "absolute", "expand", "prune")
 
 
-@dataclass(frozen=True)
-class VocabChanged:
+@dataclass(frozen=True, repr=False)
+class VocabChanged(Result):
     """A head written with another draft vocabulary."""
 
     out: str
@@ -33,9 +36,18 @@ class VocabChanged:
         """Return the manifest as plain values."""
         return self.manifest.model_dump(mode="json", by_alias=True)
 
+    def lines(self) -> Iterator[Part]:
+        """Yield what changed."""
+        count = len(self.manifest.tensors)
+        yield f"{filename(self.out)}: {self.draft_vocab} of {self.vocab} tokens, {count} tensors"
+        yield from changes(self.manifest)
+        exact = self.manifest.exact
+        yield "weights: " + ("byte-identical to the source" if exact else "lm_head differs from the source")
+        yield next_command("vocab", self.out)
 
-@dataclass(frozen=True)
-class VocabExamined:
+
+@dataclass(frozen=True, repr=False)
+class VocabExamined(Result):
     """A head's draft vocabulary."""
 
     report: VocabReport
@@ -47,6 +59,29 @@ class VocabExamined:
         coverage = asdict(report.coverage) | {"share": report.coverage.share} if report.coverage else None
         copies = asdict(report.copies) if report.copies else None
         return vars(report) | {"copies": copies, "coverage": coverage, "faults": faults}
+
+    def lines(self) -> Iterator[Part]:
+        """Yield what the map holds, then its errors and warnings."""
+        report = self.report
+        facts = {
+            "map": report.kind + (f", {report.order}" if report.order else ""),
+            "tokens": f"{report.draft_vocab} of {report.vocab}",
+            "ids": f"{report.duplicates} duplicates, {report.outside} out of range",
+            "t2d": report.t2d,
+            "lm_head": "shared with the target" if report.lm_head_rows is None else f"{report.lm_head_rows} rows",
+            "special tokens": f"{len(report.kept)} kept, {len(report.lost)} lost",
+        }
+        if (copies := report.copies) is not None:
+            facts["target's rows"] = f"{copies.by_offset} of {copies.rows} rows equal the target's" + (
+                f"; {copies.by_id} if d2t holds absolute ids" if copies.by_id != copies.by_offset else ""
+            )
+        if (coverage := report.coverage) is not None:
+            distinct = f"{coverage.distinct_covered} of {coverage.distinct} distinct ones"
+            facts["coverage"] = f"{coverage.share:.2%} of {coverage.tokens} tokens, {distinct}"
+        yield from (f"{name:<15} {fact}" for name, fact in facts.items())
+        for fault in report.faults:
+            yield f"error {fault.where}: {fault.what}\n  fix: {fault.fix}"
+        yield from (f"warning {warning}" for warning in report.warnings)
 
 
 class Vocab(Reading):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from math import prod
+from typing import Any
 
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.formats import INPUT_SCALE, NVFP4, fused_group
@@ -27,6 +28,19 @@ SHARD = 1 << 30
 TABLES = ("embed_tokens",)
 # Names in a message.
 SHOWN = 3
+# Titles of a model's parts, by parts of their tensors' names.
+TITLES = {
+    ".mlp.experts.": "routed experts",
+    ".mlp.shared_experts.": "shared experts",
+    ".mlp.gate.": "routers",
+    ".mlp.": "dense MLP",
+    ".self_attn.": "attention",
+    "norm": "norms",
+    "embed_tokens": "embedding",
+    "lm_head": "lm_head",
+    "vision_tower": "vision",
+    "mm_projector": "vision",
+}
 
 
 @dataclass(frozen=True)
@@ -65,6 +79,45 @@ class QuantizePlan:
     def bytes_out(self) -> int:
         """Bytes of the output's tensors."""
         return sum(unit.bytes_out for unit in self.units)
+
+    @property
+    def scales(self) -> str:
+        """Where the input scales come from, in words."""
+        return "none, activations are not quantized" if self.recipe.weight_only else self.inputs.description
+
+    def parts(self) -> dict[tuple[str, str], tuple[int, int, int]]:
+        """Return, by part of the model and action: its tensors, bytes before, bytes after."""
+        found: dict[tuple[str, str], list[int]] = {}
+
+        def add(name: str, action: str, before: int, after: int) -> None:
+            part = next((part for mark, part in TITLES.items() if mark in name), "other")
+            row = found.setdefault((part, action), [0, 0, 0])
+            for place, count in enumerate((1, before, after)):
+                row[place] += count
+
+        for unit in self.units:
+            for module in unit.modules:
+                size = sum(byte_size(*kind) for kind in module.outputs.values())
+                add(module.name, f"NVFP4 from {module.weight.form}", sum(i.size for i in module.weight.infos), size)
+            for weight in unit.dequantized:
+                before, after = sum(i.size for i in weight.infos), byte_size(weight.dtype, weight.shape)
+                add(weight.name, f"{weight.dtype} from {weight.form}", before, after)
+            for info in unit.carried:
+                add(info.name, "unchanged", info.size, info.size)
+        return {key: (row[0], row[1], row[2]) for key, row in sorted(found.items())}
+
+    def to_json(self, files: int | None) -> dict[str, Any]:
+        """Return it as plain values, with the number of the output's files if it is known."""
+        return {
+            "source": self.source.source,
+            "form": self.form,
+            "recipe": self.recipe.model_dump(mode="json"),
+            "input_scale": self.scales,
+            "modules": len(self.modules),
+            "files": files,
+            "bytes_in": self.bytes_in,
+            "bytes_out": self.bytes_out,
+        }
 
     @property
     def key(self) -> str:

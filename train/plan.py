@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 from ..drafters.slots import needs
 from ..drafters.spec import Mla
+from ..lines import Part, Result, Table, duration
 from ..targets.config import TargetConfig
 from .evaluate import spec_of
 from .lean import FEWEST_TOKENS, LOGIT_BYTES
@@ -21,8 +22,8 @@ NOT_TRAINED = ("embed_tokens", "d2t", "t2d")
 CHECKPOINTS = 3
 
 
-@dataclass(frozen=True)
-class TrainPlan:
+@dataclass(frozen=True, repr=False)
+class TrainPlan(Result):
     """The estimate of a run.
 
     Attributes:
@@ -38,6 +39,8 @@ class TrainPlan:
         nodes: for each of several nodes, the files of stored states that its processes read.
     """
 
+    FOLDS: ClassVar[bool] = True
+
     parameters: int
     steps: int
     tokens: int
@@ -52,6 +55,25 @@ class TrainPlan:
     def to_json(self) -> dict[str, Any]:
         """Return it as plain values."""
         return asdict(self)
+
+    def lines(self) -> Iterator[Part]:
+        """Yield the estimate."""
+        each = "".join(f"\n- {what}: {size / 1e9:,.3f} GB" for what, size in self.memory.items())
+        grows = "not estimated: with kernel eager it grows with the square of a row's tokens"
+        facts = {
+            "parameters": f"{self.parameters:,}",
+            "steps": f"{self.steps:,} of {self.tokens // self.steps:,} tokens on {self.processes} processes",
+            "states": f"{self.states / 1e9:,.3f} GB of the text's",
+            "checkpoints": f"{self.checkpoints / 1e9:,.3f} GB",
+            "output": f"{self.output / 1e9:,.3f} GB",
+            "memory": f"{sum(self.memory.values()) / 1e9:,.3f} GB of each process{each}" if self.memory else grows,
+        }
+        if self.nodes:
+            counts = ", ".join(str(len(files)) for files in self.nodes)
+            facts["files"] = f"{counts} on each node; --json lists them"
+        facts["time"] = "unknown: pass --rate" if self.hours is None else f"about {duration(self.hours * 3600)}"
+        yield Table((), list(facts.items()))
+        yield "nothing was trained; remove --dry-run to train"
 
 
 def plan_training(

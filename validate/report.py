@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -14,9 +15,11 @@ from ..checkpoint.bytes import Look, Wanted, file_digest
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.schema import load_json
 from ..convert.read import Head
+from ..drafters.facts import phrase
 from ..engines.registry import engines
 from ..errors import NotACheckpoint, ReportInvalid, Severity
-from ..measure.figures import Figures
+from ..lines import Line, Part, Result, Styled, Table
+from ..measure.figures import Figures, ReadingFigures
 from ..rule import Finding as Finding
 from ..strict import StrictModel
 
@@ -31,6 +34,11 @@ SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 # With these no engine passes.
 STOPS = ("error", "undecided")
 Outcome = Literal["pass", "fail", "undecided"]
+COLORS = {"error": "red", "undecided": "yellow", "warning": "yellow", "note": "blue"}
+# Number of readings of a head to show; report.json has all.
+READINGS = 8
+# With these findings, the readings of a head matter.
+OF_READINGS = ("K312", "K313", "K314")
 
 
 class Verdict(StrictModel):
@@ -53,8 +61,19 @@ class Verdict(StrictModel):
     warnings: int
     needs: tuple[str, ...]
 
+    @property
+    def words(self) -> tuple[str | Styled, ...]:
+        """The verdict, e.g. "FAIL SGLang (1)" with the number of its errors."""
+        if self.outcome == "pass":
+            return Styled("PASS", "bold green"), f" {self.engine}"
+        if self.outcome == "undecided":
+            return Styled("UNDECIDED", "bold yellow"), f" {self.engine}: needs {' and '.join(self.needs)}"
+        counts = {"undecided": self.undecided, "warning": self.warnings}
+        why = ", ".join(counted(count, what) for what, count in counts.items() if count)
+        return Styled("FAIL", "bold red"), f" {self.engine} ({self.errors or f'strict: {why}'})"
 
-class Report(StrictModel):
+
+class Report(Result, StrictModel):
     """The findings and figures about one folder; the schema of report.json.
 
     Attributes:
@@ -131,6 +150,101 @@ class Report(StrictModel):
     def to_json(self) -> str:
         """Return report.json's text."""
         return self.model_dump_json(indent=1, by_alias=True) + "\n"
+
+    def lines(self, *, verbose: bool = False) -> Iterator[Part]:
+        """Yield findings, figures and verdicts; notes are only counted unless `verbose`."""
+        figures = self.figures
+        for one in self.findings:
+            if one.severity != "note" or verbose:
+                kind = Styled(f"{one.severity} {one.rule}", f"bold {COLORS[one.severity]}")
+                yield Line((kind, f" {one.where}: {one.message}"))
+                yield Line(f"  fix: {one.fix}")
+        counts = {severity: sum(f.severity == severity for f in self.findings) for severity in SEVERITIES}
+        if counts["note"] and not verbose:
+            yield Line((Styled(f"{counted(counts['note'], 'note')}; -v shows them", "dim"),))
+        if figures.acceptance:
+            yield self.acceptance_table()
+            yield ""
+        yield from map(Line, _measured(figures))
+        if figures.readings and any(f.rule in OF_READINGS for f in self.findings):
+            yield _readings_table(figures.readings)
+            yield ""
+        if figures.identical is not None:
+            yield Line(
+                "weights: " + ("identical to the source" if figures.identical else "NOT identical to the source")
+            )
+        if asked := self.provenance.get("for"):
+            yield Line(f"checked for {', '.join(asked)} ({self.provenance.get('for_by', 'every engine')})")
+        told = [counted(counts["error"], "error") if counts["error"] else "no errors"]
+        told += [counted(counts[what], what) for what in ("undecided", "warning") if counts[what]]
+        yield Line(f"{self.subject}: {', '.join(told)}")
+        if judged := self.verdicts:
+            parts = [part for one in judged for part in (" · ", *one.words)]
+            yield Line(tuple(parts[1:]))
+
+    def acceptance_table(self, title: str = "") -> Table:
+        """Return acceptance lengths by drafter and text, with standard errors if available."""
+        rows = self.figures.acceptance
+        kinds = list(dict.fromkeys(row.text for row in rows))
+        distinct = {text.kind: text.distinct_4grams for text in self.figures.texts}
+        lengths = {(row.drafter, row.text): _with_error(row.length, row.standard_error) for row in rows}
+        return Table(
+            ("drafter", *(f"{kind}\n({distinct[kind]:.0%} distinct 4-grams)" for kind in kinds)),
+            [
+                (drafter, *(lengths[drafter, kind] for kind in kinds))
+                for drafter in dict.fromkeys(row.drafter for row in rows)
+            ],
+            title=f"{title}: " * bool(title) + f"acceptance length, K={rows[0].steps}, bonus token included",
+            right=True,
+        )
+
+
+def _with_error(value: float, error: float | None) -> str:
+    return f"{value:.3f}" + (f" ± {error:.3f}" if error is not None else "")
+
+
+def _readings_table(rows: Sequence[ReadingFigures]) -> Table:
+    """Return the acceptance length of each reading of a head, and its distance from the best."""
+    first = rows[0]
+    return Table(
+        (*first.facts, "length", "behind", ""),
+        [
+            (
+                *(phrase(name, value) for name, value in row.facts.items()),
+                f"{row.length:.3f}",
+                _with_error(row.behind_best, row.behind_best_se) if row.behind_best else "best",
+                "current reading" if row.taken else "",
+            )
+            for row in sorted(rows, key=lambda row: row.behind_best)[:READINGS]
+        ],
+        title=f"readings of the head: acceptance length, K={first.steps}, {first.sequences} sequences of "
+        f"{first.text} text",
+    )
+
+
+def _measured(figures: Figures) -> Iterator[str]:
+    """Yield a line for each measurement."""
+    for parity in figures.parity:
+        yield (
+            f"{parity.text}: logits differ by {parity.rms_error:.1e} (worst {parity.relative_error:.1e}), "
+            f"KL {parity.kl:.1e}, top-1 agreement {parity.top1:.2%}, acceptance {parity.length_difference:+.4f}"
+        )
+    if by := figures.engine:
+        yield (
+            f"{by.engine}: {by.same_output} of {by.prompts} outputs equal, {by.drafts} drafts, acceptance length "
+            f"{by.length:.4f}; kconv's chain gives {by.expected_drafts} drafts and {by.expected_length:.4f}"
+        )
+    noise = figures.noise
+    if noise is not None and noise.median is not None:
+        yield (
+            f"{noise.tensors:,} tensors in NVFP4: median signal-to-noise ratio {noise.median:.1f} dB, "
+            f"worst {noise.worst:.1f} dB ({noise.worst_tensor})"
+        )
+    if (text := figures.perplexity) is not None:
+        yield (
+            f"perplexity {text.output:.4f}, source {text.source:.4f} ({math.expm1(text.log_ratio):+.2%}); top-1 "
+            f"agreement {text.top1:.2%} of {text.tokens:,} tokens"
+        )
 
 
 def counted(count: int, what: str) -> str:

@@ -16,8 +16,8 @@ from support.shells import NAMES, ran
 from kconv.checkpoint.bytes import file_digest
 from kconv.checkpoint.manifest import Hints, read_manifest
 from kconv.cli import main
-from kconv.cli.show import print_next
 from kconv.engines import BY_NAME
+from kconv.lines import next_command
 
 
 def kconv(*arguments: object):
@@ -162,9 +162,8 @@ def test_an_output_that_tells_nothing_leaves_the_source_to_its_marks(tmp_path, r
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_next_command_names_a_folder_of_any_name(name, tmp_path, capsys):
-    print_next("validate", name, "--source", name)
-    said = capsys.readouterr().out.removeprefix("next: ")
+def test_the_next_command_names_a_folder_of_any_name(name, tmp_path):
+    said = next_command("validate", name, "--source", name).removeprefix("next: ")
     assert ran(said, tmp_path) == [["kconv", "validate", name, "--source", name]]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from ...errors import (
     NotACheckpoint,
     UnknownRule,
 )
+from ...lines import Table
 from ...rule import Found, Rule
 from ..report import Finding
 from . import (
@@ -115,6 +116,15 @@ def of_error(error: KconvError) -> Finding:
 def all_rules() -> dict[str, Rule[Any]]:
     """Return every rule by its id, in the order of ids."""
     return dict(BY_ID)
+
+
+def list_rules(rules: Mapping[str, Rule[Any]]) -> Table:
+    """Return a table of rules, each on one line."""
+    columns = ("rule", "name", "severity", "engines", "what goes wrong")
+    return Table(
+        columns,
+        [(one.id, one.name, one.severity, ", ".join(one.engines) or "all", one.sentence) for one in rules.values()],
+    )
 
 
 def find_rule(wanted: str) -> Rule[Any]:
