@@ -25,11 +25,13 @@ from ..targets.prompts import Prompt, digest_prompts
 from ..targets.suites import Suite
 from .acceptance import OVERALL, AcceptanceFile, AcceptanceRow, Speed, SuiteRecord
 from .forged import check_counts, check_settings
+from .options import MeasureOptions
 from .speed import Load, measure_loads, speed_rows
 from .stats import make_rows, mean_of_categories
 
 Say = Callable[[str], None]
 CONFIG = "config.json"
+ANSWER_SECONDS = 3600.0  # that one answer may take
 LOSSY_NOTE = "the rejection sampling is lossy, so the answers are not the target's own"
 PER_REQUEST = "counted by the engine for each request"
 # Fields that a row of speed shares with the rows of acceptance.
@@ -39,51 +41,24 @@ AS_TOLD = "stated by the user: no engine reports which weights it serves"
 
 
 @dataclass(frozen=True)
-class ServerRun:
-    """How to measure a server, and facts that it cannot report.
+class ServedHead:
+    """The head with which a server drafts, as it was started.
 
     Attributes:
-        draft_tokens: K, as the server was started with.
-        concurrency: prompts in parallel.
-        max_tokens: an answer's limit.
-        temperature: 0 is greedy.
-        head: hub id or folder name of the measured head.
-        target, precision: the served target; the server's model name if `target` is None.
-        reasoning: the target's mode, if it has any.
-        model: the server's name for the target, if it serves several.
-        engine_version: if the server does not report it.
-        tree: "chain", unless the server drafts branches.
-        baseline_url: the same target served without speculation.
-        extra: additional fields of each request.
-        timeout: seconds that one answer may take.
-        weights: sha256 of the head's weight files, if available.
+        draft_tokens: K.
+        name: hub id or folder name.
+        weights: sha256 of its weight files, if available.
         config: sha256 of its config.json, if available.
-        methods: `draft_sample_method` and `rejection_sample_method`, as the server was started with.
-        speed_at: concurrencies at which to measure speed too.
-        loads: results of the server without a draft at each; measured at `baseline_url` if there is one.
+        folder: if available: prompts that the head was trained on according to its manifest are refused.
+        loads: results of the server without a draft at each concurrency; otherwise measured at `baseline_url`.
         kernels: what the engine's figures depend on besides the engine itself; "" for nothing.
-        folder: the head's, if available: prompts that it was trained on according to its manifest are refused.
     """
 
     draft_tokens: int
-    head: str = ""
-    concurrency: int = 1
-    max_tokens: int = 1024
-    temperature: float = 0.0
-    target: str | None = None
-    precision: str | None = None
-    reasoning: str | None = None
-    model: str | None = None
-    engine_version: str | None = None
-    tree: str = "chain"
-    baseline_url: str | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    timeout: float = 3600.0
+    name: str = ""
     weights: Mapping[str, str] = field(default_factory=dict)
     config: str = ""
     folder: Path | None = None
-    methods: Mapping[str, str] = field(default_factory=dict)
-    speed_at: Sequence[int] = ()
     loads: Mapping[int, Load] = field(default_factory=dict)
     kernels: str = ""
 
@@ -110,7 +85,14 @@ class PromptGroup:
 
 
 def measure_served(
-    url: str, suite: Suite, head: Source, run: ServerRun, *, fetch: bool = False, say: Say = lambda _: None
+    url: str,
+    suite: Suite,
+    head: Source,
+    served: ServedHead,
+    options: MeasureOptions,
+    *,
+    fetch: bool = False,
+    say: Say = lambda _: None,
 ) -> AcceptanceFile:
     """Measure a head with which a server drafts, and record its weights and config.
 
@@ -118,7 +100,8 @@ def measure_served(
         url: the engine's own address.
         suite: the prompts.
         head: the served head.
-        run: how to measure; its `head`, `weights`, `config` and `folder` are filled in from `head`.
+        served: how it is served; its `name`, `weights`, `config` and `folder` are filled in from `head`.
+        options: how to measure.
         fetch: whether to download a hub id's weights, so that the figures name their digests. Otherwise only the
             commit in its name identifies them.
         say: called with progress messages.
@@ -127,25 +110,28 @@ def measure_served(
         KconvError: see `measure_server`; or the head's files cannot be read or downloaded.
     """
     folder = head.open_weights().folder if fetch else Path(head.name)
-    run = replace(run, head=head.name)
+    served = replace(served, name=head.name)
     if folder.is_dir():
         weights, config = sorted(folder.glob("*.safetensors")), folder / CONFIG
-        run = replace(
-            run,
+        served = replace(
+            served,
             weights={file.name: file_digest(file) for file in weights},
             config=file_digest(config) if config.is_file() else "",
             folder=folder,
         )
-    return measure_server(url, suite, run, say)
+    return measure_server(url, suite, served, options, say)
 
 
-def measure_server(url: str, suite: Suite, run: ServerRun, say: Say = lambda _: None) -> AcceptanceFile:
+def measure_server(
+    url: str, suite: Suite, served: ServedHead, options: MeasureOptions, say: Say = lambda _: None
+) -> AcceptanceFile:
     """Run a suite on a server.
 
     Args:
         url: the engine's own address.
         suite: the prompts.
-        run: how to measure.
+        served: the head, as it is served.
+        options: how to measure.
         say: called with progress messages.
 
     Returns:
@@ -163,17 +149,18 @@ def measure_server(url: str, suite: Suite, run: ServerRun, say: Say = lambda _: 
         AcceptanceForged: it accepts a fixed number of drafts, by its settings or by its counts.
         PromptsInvalid: the head was trained on one of the prompts.
     """
-    if run.folder is not None:
-        refuse_overlap((prompt.digest for prompt in suite.prompts), run.folder)
-    server = connect(url, run.model, run.extra, run.timeout)
-    (engine, counters), told = server.recognize(), check_told(server, run.draft_tokens, run.tree)
-    methods = _methods(check_settings(server, engine.sampling), run.methods, server.url)
-    baseline = _connect_baseline(run)
+    if served.folder is not None:
+        refuse_overlap((prompt.digest for prompt in suite.prompts), served.folder)
+    server, steps = connect(url, options.model, options.extra, ANSWER_SECONDS), served.draft_tokens
+    (engine, counters), told = server.recognize(), check_told(server, steps, options.tree)
+    methods = _methods(check_settings(server, engine.sampling), options, server.url)
+    baseline = _connect_baseline(options)
     shared = {
-        "metric": "al_incl_bonus", "draft_tokens": run.draft_tokens, "tree": run.tree, "engine": engine.name,
-        "engine_version": run.engine_version or server.version(counters), "target": run.target or server.model,
-        "precision": run.precision, "temperature": run.temperature, "reasoning": run.reasoning,
-        "dataset": suite.dataset, "revision": suite.revision, "max_tokens": run.max_tokens,
+        "metric": "al_incl_bonus", "draft_tokens": steps, "tree": options.tree, "engine": engine.name,
+        "engine_version": options.engine_version or server.version(counters),
+        "target": options.target_name or server.model, "precision": options.precision,
+        "temperature": options.temperature, "reasoning": options.reasoning,
+        "dataset": suite.dataset, "revision": suite.revision, "max_tokens": options.max_tokens,
         "date": datetime.now(UTC).date().isoformat(), "measured_by": "self",
     } | methods  # fmt: skip
     lossy = bool(engine.sampling) and not set(engine.sampling.lossy).isdisjoint(methods.values())
@@ -182,47 +169,48 @@ def measure_server(url: str, suite: Suite, run: ServerRun, say: Say = lambda _: 
     rows: list[AcceptanceRow] = []
     for category, prompts in suite.groups:
         by_category[category] = groups = []
-        for done, part in _parts(prompts, run.concurrency):
+        for done, part in _parts(prompts, options.concurrency):
             say(f"{category or suite.dataset} {done}/{len(prompts)}")
-            group, totals = _ask(server, engine.per_request, counters, totals, part, run)
-            groups.append(_with_baseline(group, baseline, part, run))
+            group, totals = _ask(server, engine.per_request, counters, totals, part, options, steps)
+            groups.append(_with_baseline(group, baseline, part, options))
         shared["note"] = _note(groups, counters, lossy)
         rows += _rows(groups, shared | {"category": category, "prompts_sha256": digest_prompts(prompts)})
     everything = [group for groups in by_category.values() for group in groups]
     requests = sum(len(group.answers) for group in everything)
-    check_counts([group.counts for group in everything], run.draft_tokens, requests, server.url)
+    check_counts([group.counts for group in everything], steps, requests, server.url)
     if list(by_category) != [OVERALL]:
         shared |= {"category": OVERALL, "prompts_sha256": suite.digest, "note": _note(everything, counters, lossy)}
-        steps = [row for row in rows if row.averaging == "micro_steps"]
-        mean = mean_of_categories(steps, by_category)
+        mean = mean_of_categories([row for row in rows if row.averaging == "micro_steps"], by_category)
         rows += _rows(everything, shared)
         shared |= {"averaging": "macro_category", "value": round(mean, 6), "prompts": len(suite.prompts)}
         rows.append(AcceptanceRow.model_validate(shared))
     speeds = ()
-    if run.speed_at:
+    if options.speed_at:
         say("speed")
-        load = (suite.prompts, run.speed_at, run.max_tokens, run.temperature)
-        loads = run.loads or (measure_loads(baseline, *load) if baseline else {})
+        load = (suite.prompts, options.speed_at, options.max_tokens, options.temperature)
+        loads = served.loads or (measure_loads(baseline, *load) if baseline else {})
         of = {name: shared[name] for name in SPEED_OF} | {"prompts": len(suite.prompts)}
         speeds = speed_rows(measure_loads(server, *load), loads, of | {"prompts_sha256": suite.digest})
     return AcceptanceFile(
-        head=run.head,
-        weights=dict(run.weights),
-        config=run.config,
+        head=served.name,
+        weights=dict(served.weights),
+        config=served.config,
         suites=(SuiteRecord(dataset=suite.dataset, categories=tuple(by_category), whole=suite.whole),),
         rows=tuple(rows),
         speeds=speeds,
         kconv=version("kconv"),
-        provenance={"model": server.model, "concurrency": run.concurrency, "extra": dict(run.extra)}
+        provenance={"model": server.model, "concurrency": options.concurrency, "extra": dict(options.extra)}
         | {"weights": AS_TOLD, "server": told}
-        | ({"kernels": run.kernels} if run.kernels else {})
+        | ({"kernels": served.kernels} if served.kernels else {})
         | _both(everything, counters)
         | {"seconds": round(sum(group.seconds for group in everything), 1)},
     )
 
 
-def _methods(shown: Mapping[str, str], said: Mapping[str, str], where: str) -> dict[str, str]:
+def _methods(shown: Mapping[str, str], options: MeasureOptions, where: str) -> dict[str, str]:
     """Return how the server samples, from its own report and from the options."""
+    names = ("draft_sample_method", "rejection_sample_method")
+    said = {name: value for name in names if (value := getattr(options, name))}
     if apart := [name for name in shown.keys() & said.keys() if shown[name] != said[name]]:
         told = "; ".join(f"{name} is {shown[name]}, but {said[name]} in the options" for name in sorted(apart))
         raise DefinitionsMixed(f"the server samples differently: {told}", where=where, fix="Remove the option.")
@@ -274,12 +262,13 @@ def _ask(
     counters: Counters,
     before: Totals,
     prompts: Sequence[Prompt],
-    run: ServerRun,
+    options: MeasureOptions,
+    steps: int,
 ) -> tuple[PromptGroup, Totals]:
     def ask() -> tuple[tuple[Answer, ...], float]:
         nonlocal before
         try:
-            return _timed(server, prompts, run, asking)
+            return _timed(server, prompts, options, asking)
         except ConnectionBroken:
             # Whether the server counted these requests, in part or at all, is unknown. So the whole group is asked
             # again, and counted from where the counters stay at rest for as long as an engine may count late.
@@ -293,19 +282,19 @@ def _ask(
     asked, received = len(answers), sum(answer.tokens for answer in answers)
     told = [answer.histogram for answer in answers if answer.tokens > 1]
     if told and all(told):
-        counts = Counts.pool([Counts.of_histogram(histogram or (), run.draft_tokens) for histogram in told])
+        counts = Counts.pool([Counts.of_histogram(histogram or (), steps) for histogram in told])
         counts = replace(counts, prompts=len(prompts))
-        check_possible(counts, run.draft_tokens, where)
+        check_possible(counts, steps, where)
         # Read for their other content, and because the next group may have no conclusive answer.
         after = server.rest(counters)
         try:
-            beside = counters.count(after.since(before, server.url), run.draft_tokens, asked, len(prompts))
+            beside = counters.count(after.since(before, server.url), steps, asked, len(prompts))
         except (CountersMissing, CountersDisturbed, DefinitionsMixed):
             beside = None
         return PromptGroup(counts, answers, seconds, per_request=True, beside=beside), after
 
     def count(totals: Totals) -> Counts:
-        return counters.count(totals.since(before, server.url), run.draft_tokens, asked, len(prompts))
+        return counters.count(totals.since(before, server.url), steps, asked, len(prompts))
 
     def enough(totals: Totals) -> bool:
         # All but each request's first token come from verify steps, unless the end of the context leaves no room to
@@ -319,8 +308,8 @@ def _ask(
     after = server.rest(counters, enough)
     counts = count(after)
     if counts.drafts or received > asked:
-        check_possible(counts, run.draft_tokens, where)
-    emitted, most = counts.drafts + counts.accepted, received + asked * run.draft_tokens
+        check_possible(counts, steps, where)
+    emitted, most = counts.drafts + counts.accepted, received + asked * steps
     if emitted > most:
         raise CountersDisturbed(
             f"the server counts {emitted:.0f} tokens of verify steps, but {received} answered ones allow at most"
@@ -332,19 +321,19 @@ def _ask(
 
 
 def _with_baseline(
-    group: PromptGroup, baseline: Client | None, prompts: Sequence[Prompt], run: ServerRun
+    group: PromptGroup, baseline: Client | None, prompts: Sequence[Prompt], options: MeasureOptions
 ) -> PromptGroup:
     if baseline is None:
         return group
-    answers, seconds = again(lambda: _timed(baseline, prompts, run))
+    answers, seconds = again(lambda: _timed(baseline, prompts, options))
     return replace(group, baseline=answers, baseline_seconds=seconds)
 
 
 def _timed(
-    server: Client, prompts: Sequence[Prompt], run: ServerRun, asking: PerRequest | None = None
+    server: Client, prompts: Sequence[Prompt], options: MeasureOptions, asking: PerRequest | None = None
 ) -> tuple[tuple[Answer, ...], float]:
     start = time.monotonic()
-    dialogues = server.converse(prompts, run.max_tokens, run.temperature, asking)
+    dialogues = server.converse(prompts, options.max_tokens, options.temperature, asking)
     return tuple(answer for dialogue in dialogues for answer in dialogue), time.monotonic() - start
 
 
@@ -358,10 +347,10 @@ def _speed(groups: Sequence[PromptGroup]) -> Speed | None:
     return Speed(tokens_per_second=own, baseline_tokens_per_second=other, speedup=own / other, same_answers=same)
 
 
-def _connect_baseline(run: ServerRun) -> Client | None:
-    if not run.baseline_url:
+def _connect_baseline(options: MeasureOptions) -> Client | None:
+    if not options.baseline_url:
         return None
-    server = connect(run.baseline_url, run.model, run.extra, run.timeout)
+    server = connect(options.baseline_url, options.model, options.extra, ANSWER_SECONDS)
     try:
         _, counters = server.recognize()
         counted = counters.read(server.page(counters.metrics)).totals
@@ -369,6 +358,6 @@ def _connect_baseline(run: ServerRun) -> Client | None:
         return server
     if counters.speculates(counted):
         raise DefinitionsMixed(
-            "the baseline server speculates too", where=run.baseline_url, fix="Start it without a draft head."
+            "the baseline server speculates too", where=options.baseline_url, fix="Start it without a draft head."
         )
     return server

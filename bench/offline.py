@@ -29,6 +29,7 @@ from ..targets.tokenizer import Tokenizer, load_tokenizer
 from ..validate.parity import load_head
 from ..validate.report import config_digest, digests
 from .acceptance import OVERALL, AcceptanceFile, AcceptanceRow, Averaging, SuiteRecord
+from .options import MeasureOptions
 from .stats import Counts, make_rows, mean_of_categories
 
 Say = Callable[[str], None]
@@ -43,15 +44,9 @@ def measure_head(
     head: Head,
     target: Path,
     suite: Suite,
+    lengths: Sequence[int],
+    options: MeasureOptions,
     *,
-    draft_tokens: int | Sequence[int],
-    max_tokens: int,
-    temperature: float = 0.0,
-    precision: str = "float32",
-    reasoning: str | None = None,
-    name: str | None = None,
-    target_name: str | None = None,
-    trust_remote_code: bool = False,
     say: Say = lambda _: None,
 ) -> AcceptanceFile:
     """Measure a head on a suite with kconv's own forward.
@@ -60,13 +55,8 @@ def measure_head(
         head: the head.
         target: the target's folder.
         suite: the prompts.
-        draft_tokens: K, or several; each answer is generated once for all of them.
-        max_tokens: an answer's limit.
-        temperature: 0 for simulated greedy decoding, 1 for the probability that sampling accepts.
-        reasoning: the target's mode, if it has any.
-        precision: of the target's and the head's weights in memory.
-        name, target_name: for acceptance.json; what the user gave if None.
-        trust_remote_code: whether the target's tokenizer may run its own Python code.
+        lengths: each K; an answer is generated once for all of them.
+        options: how to measure; temperature 0 simulates greedy decoding, 1 gives the probability that sampling accepts.
         say: called with progress messages.
 
     Raises:
@@ -74,23 +64,23 @@ def measure_head(
         PromptsInvalid: a dialogue does not fit the target, the head was trained on one, or another temperature is
             requested.
     """
-    if temperature not in KINDS:
+    if options.temperature not in KINDS:
         raise PromptsInvalid(
-            f"acceptance at temperature {temperature:g} is not simulated", fix="Use 0 or 1, or measure on a server."
+            f"acceptance at temperature {options.temperature:g} is not simulated",
+            fix="Use 0 or 1, or measure on a server.",
         )
     refuse_overlap((prompt.digest for prompt in suite.prompts), head.checkpoint.folder)
-    kind, averaging = KINDS[temperature]
+    kind, averaging = KINDS[options.temperature]
     say("loading the target")
-    tokenizer = load_tokenizer(target, trust_remote_code=trust_remote_code)
-    model = load_target(target, getattr(torch, precision))
+    tokenizer = load_tokenizer(target, trust_remote_code=options.trust_remote_code)
+    model = load_target(target, torch.float32)
     drafting = load_head(head, open_checkpoint(target), read_target_config(target))
-    lengths = (draft_tokens,) if isinstance(draft_tokens, int) else tuple(draft_tokens)
     drafters = {steps: head_drafter(drafting, steps) for steps in lengths}
     shared = {
         "metric": "al_incl_bonus", "tree": "chain", "engine": "kconv",
-        "engine_version": version("kconv"), "target": target_name or target.name, "precision": precision,
-        "temperature": temperature, "reasoning": reasoning,
-        "dataset": suite.dataset, "revision": suite.revision, "max_tokens": max_tokens,
+        "engine_version": version("kconv"), "target": options.target_name or target.name, "precision": "float32",
+        "temperature": options.temperature, "reasoning": options.reasoning,
+        "dataset": suite.dataset, "revision": suite.revision, "max_tokens": options.max_tokens,
         "date": datetime.now(UTC).date().isoformat(), "measured_by": "self",
     }  # fmt: skip
     counted: dict[int, dict[str, list[Counts]]] = {steps: {} for steps in lengths}
@@ -99,7 +89,7 @@ def measure_head(
         answers[category] = []
         for number, prompt in enumerate(prompts):
             say(f"{category or suite.dataset} {number}/{len(prompts)}")
-            found, said = _dialogue(prompt, model, tokenizer, drafters, head, max_tokens, kind, temperature)
+            found, said = _dialogue(prompt, model, tokenizer, drafters, head, kind, options)
             answers[category] += said
             for steps, counts in found.items():
                 counted[steps].setdefault(category, []).append(counts)
@@ -109,7 +99,7 @@ def measure_head(
         for row in _of_length(suite, own, answers, averaging, shared | {"draft_tokens": steps})
     ]
     return AcceptanceFile(
-        head=name or head.checkpoint.source,
+        head=head.checkpoint.source,
         weights=digests(head.checkpoint),
         config=config_digest(head.checkpoint),
         suites=(SuiteRecord(dataset=suite.dataset, categories=tuple(answers), whole=suite.whole),),
@@ -167,22 +157,21 @@ def _dialogue(
     tokenizer: Tokenizer,
     drafters: Mapping[int, Proposer],
     head: Head,
-    limit: int,
     kind: TextKind,
-    temperature: float,
+    options: MeasureOptions,
 ) -> tuple[dict[int, Counts], list[tuple[str, int, bool]]]:
     """Return what each K accepts of one dialogue, and its answers, which do not depend on K."""
     turns: list[str] = []
     accepted = {steps: [0.0] * steps for steps in drafters}
     drafts = dict.fromkeys(drafters, 0.0)
     said: list[tuple[str, int, bool]] = []
-    ends = _ends(model)
+    ends, limit = _ends(model), options.max_tokens
     for turn in prompt.turns:
         turns.append(turn)
         start = tokenizer.encode_chat(turns)
         length = limit + max(drafters) - 1
-        if temperature:
-            [tokens] = generate_sampled(model, [start], length, temperature=temperature, seed=len(said))
+        if options.temperature:
+            [tokens] = generate_sampled(model, [start], length, temperature=options.temperature, seed=len(said))
         else:
             [tokens] = generate_greedy(model, [start], length)
         answer = next((i + 1 for i, token in enumerate(tokens[:limit]) if token in ends), limit)

@@ -13,7 +13,8 @@ from pydantic.fields import FieldInfo
 
 from ..engines import registry
 from ..errors import RequestInvalid
-from ..operations.base import Operation, first_wrong, flag, marks, unwrap
+from ..operations.base import Operation, first_wrong, unwrap
+from ..options import flag, marks
 from .group import Command, OneOf
 from .progress import Terminal
 

@@ -6,7 +6,6 @@ Command-line options, recipe steps, the Python functions and the reference pages
 from __future__ import annotations
 
 import inspect
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,104 +15,19 @@ from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
-from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import BeforeValidator, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
 from ..checkpoint.schema import in_words
 from ..errors import KconvError, MissingExtra, RequestInvalid, StepFailed
 from ..installed import install_command
 from ..lines import Result
+from ..options import Marks, flag, marks, plain_name
 from ..strict import StrictModel
 
 if TYPE_CHECKING:
     from ..cards.facts import Facts
     from ..checkpoint.source import Source
-
-Kind = Literal["plain", "checkpoint", "file", "output", "ids", "list", "json", "settings", "yes-or-no"]
-
-
-@dataclass(frozen=True)
-class Marks:
-    """What a field is, beyond its type.
-
-    Attributes:
-        kind: "checkpoint" (a folder or a hub id), "file" (a path), "output" (the operation's result); or how words are
-            parsed: "ids", "list", "json", "settings", "yes-or-no". Empty for a plain value.
-        argument: whether it is given by position, not by name.
-        metavar: its placeholder in help.
-        words: values that do not name a file, for a field that otherwise names one.
-    """
-
-    kind: Kind | None = None
-    argument: bool = False
-    metavar: str = ""
-    words: tuple[str, ...] = ()
-
-
-def _path(value: Any) -> Any:
-    """Accept a path with any bytes: pydantic's own strings must be UTF-8."""
-    if isinstance(value, (str, os.PathLike)):
-        if "\0" in str(value):
-            raise ValueError("a path cannot contain a zero byte")
-        name = os.fspath(value)
-        # A shell leaves ~ in --target=~/head as it is, and recipes and Python calls have no shell.
-        return name if os.path.lexists(name) else os.path.expanduser(name)  # noqa: PTH111
-    raise ValueError("it is neither a path nor a name")
-
-
-Name = Annotated[str, PlainValidator(_path)]
-
-
-def option(default: Any = ..., help: str = "", *, kind: Kind | None = None, metavar: str = "",
-           words: tuple[str, ...] = (), **constraints: Any) -> Any:  # fmt: skip
-    """Declare an option: its default, its sentence in help, and pydantic's constraints on its value."""
-    marks = Marks(kind, False, metavar, words)
-    return Field(default, description=help, json_schema_extra={"marks": marks}, **constraints)  # pyright: ignore
-
-
-def argument(help: str, *, kind: Kind, metavar: str = "", default: Any = ...) -> Any:
-    """Declare an argument, which is given by position."""
-    return Field(default, description=help, json_schema_extra={"marks": Marks(kind, True, metavar)})  # pyright: ignore
-
-
-def marks(info: FieldInfo) -> Marks:
-    """Return what a field is."""
-    extra = info.json_schema_extra
-    found = extra.get("marks") if isinstance(extra, Mapping) else None
-    return found if isinstance(found, Marks) else Marks()
-
-
-def plain_name(name: str) -> str:
-    """Return a field's name in a recipe: Python reserves the word `from`, so the field is `from_`."""
-    return name.rstrip("_")
-
-
-def flag(name: str, info: FieldInfo | None = None) -> str:
-    """Return a field's name on the command line."""
-    no = "no-" if info is not None and info.default is True else ""
-    return f"--{no}{plain_name(name).replace('_', '-')}"
-
-
-def layer_ids(value: Any) -> Any:
-    """Read ascending layer ids, from a list or from words, e.g. "1,29,57"."""
-    if value is None:
-        return None
-    try:
-        ids = tuple(int(part) for part in value.split(",")) if isinstance(value, str) else tuple(value)
-    except (TypeError, ValueError):
-        ids = ()
-    if not ids or any(type(i) is not int for i in ids) or list(ids) != sorted(set(ids)) or ids[0] < 0:
-        raise ValueError(f"{value!r} is not an ascending list like 1,29,57")
-    return ids
-
-
-def words(value: Any) -> Any:
-    """Read a list of words, from a list or from "A,B"."""
-    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
-
-
-LayerIds = Annotated[tuple[int, ...], BeforeValidator(layer_ids)]
-Words = Annotated[tuple[str, ...], BeforeValidator(words)]
 
 
 @dataclass(frozen=True)
@@ -373,10 +287,17 @@ def parameter_type(info: FieldInfo) -> str:
     return found if info.is_required() or info.default is not None else f"{found} | None"
 
 
+def in_python(cls: type[Operation]) -> list[tuple[str, FieldInfo]]:
+    """Return an operation's fields as a Python call takes them: arguments, the request's own options, shared ones."""
+    models = [base for base in cls.__mro__ if issubclass(base, StrictModel) and not issubclass(base, Operation)]
+    shared = {name for model in models for name in model.model_fields}
+    return sorted(cls.model_fields.items(), key=lambda field: (not marks(field[1]).argument, field[0] in shared))
+
+
 def describe(cls: type[Operation]) -> str:
     """Return an operation's docstring for Python: what it does, and a line for each option."""
-    fields = sorted(cls.model_fields.items(), key=lambda field: not marks(field[1]).argument)
-    return "\n".join([f"{inspect.getdoc(cls)}\n\nArgs:", *(f"    {name}: {info.description}" for name, info in fields)])
+    lines = (f"    {name}: {info.description}" for name, info in in_python(cls))
+    return "\n".join([f"{inspect.getdoc(cls)}\n\nArgs:", *lines])
 
 
 class _Shown(str):
@@ -393,7 +314,7 @@ def function(cls: type[Operation], name: str) -> Callable[..., Any]:
             return cls.request(*args, **options).run(Context())
 
     required, keyword = [], []
-    for field_name, info in cls.model_fields.items():
+    for field_name, info in in_python(cls):
         default = inspect.Parameter.empty if info.is_required() else info.get_default(call_default_factory=True)
         by_place = marks(info).argument
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD if by_place else inspect.Parameter.KEYWORD_ONLY

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ..checkpoint.schema import parse_json
+from ..bench.options import MeasureOptions
 from ..engines import registry
 from ..lines import Part, Result
-from .base import Context, Name, Operation, Words, argument, option
-from .reading import Count, Reading, Url, check_python, check_target, check_trusted, refuse_existing_output
+from ..options import Count, Name, Url, Words, argument, option
+from .base import Context, Operation
+from .reading import Reading, check_python, check_target, check_trusted, refuse_existing_output
 
 if TYPE_CHECKING:
     from ..bench.acceptance import AcceptanceFile
@@ -51,25 +52,7 @@ def _lengths(value: Any) -> Any:
     return found
 
 
-def _counts(value: Any) -> Any:
-    """Read whole numbers, from a list or from "1,4,16"."""
-    return value.split(",") if isinstance(value, str) else (value,) if isinstance(value, int) else value
-
-
-def _object(value: Any) -> Any:
-    """Read a JSON object, from a mapping or from its text."""
-    if isinstance(value, Mapping):
-        return value
-    try:
-        found = parse_json(value) if isinstance(value, str) else None
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError(f"{value!r} is not a JSON object")
-    return found
-
-
-class Bench(Reading):
+class Bench(Reading, MeasureOptions):
     """Measure acceptance length per category of a suite, and record the measuring conditions.
 
     --url measures a running server, from its answers or from its counters; nobody else may use it during the run.
@@ -109,28 +92,6 @@ class Bench(Reading):
         None, "Python of the engine's environment (see scripts/engine-env).", metavar="PATH"
     )
     ready_seconds: Count = option(300, "Seconds that a started engine may take to be ready.", metavar="SECONDS")
-    tree: str = option(
-        "chain", "Shape of drafts: topk=4,nodes=8 is 4 branches and 8 verified tokens, the last accepted one included.",
-        metavar="TREE",
-    )  # fmt: skip
-    speed_at: Annotated[tuple[Count, ...], BeforeValidator(_counts)] = option(
-        (), "Measure speed too, at these concurrencies.", kind="list", metavar="N,N"
-    )
-    concurrency: Count = option(1, "Requests in flight.", metavar="N")
-    max_tokens: Count = option(1024, "Maximum tokens per answer.", metavar="N")
-    temperature: Annotated[float, Field(ge=0)] = option(0.0, "0 is greedy.", metavar="T")
-    reasoning: str | None = option(None, "The target's reasoning mode, e.g. medium.")
-    target_name: str | None = option(None, "Hub id of the target; by default the server's name.")
-    precision: str | None = option(None, "Number format of the target, e.g. NVFP4.")
-    model: str | None = option(None, "The server's name for the target.")
-    engine_version: str | None = option(None, "The engine's version, if not reported.")
-    draft_sample_method: str | None = option(None, "How drafts were sampled, e.g. greedy, if not reported.")
-    rejection_sample_method: str | None = option(None, "How drafts were rejected, e.g. standard, if not reported.")
-    baseline_url: Url | None = option(None, "The same target without speculation, for the speed-up.")
-    extra: Annotated[dict[str, Any], BeforeValidator(_object)] = option(
-        {}, "Extra fields for each request.", kind="json", metavar="JSON"
-    )
-    trust_remote_code: bool = option(False, "Run the tokenizer's own Python code; the target must be pinned.")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -204,7 +165,7 @@ class Bench(Reading):
 
     def _started(self, context: Context, suite: Suite, say: Any) -> AcceptanceFile:
         from ..bench.acceptance import join
-        from ..bench.measure import ServerRun, measure_served
+        from ..bench.measure import ServedHead, measure_served
         from ..engines.base import Serving
         from ..serving.start import serve
 
@@ -222,15 +183,10 @@ class Bench(Reading):
             branches=branches,
             nodes=nodes,
         )
-        fields = ("tree", "speed_at", "concurrency", "max_tokens", "temperature", "reasoning", "baseline_url", "extra")
-        run = ServerRun(
-            draft_tokens=self.draft_tokens[0],
-            target=self.target_name or target.name,
-            precision=self.precision or serving.dtype,
-            methods=engine.starter.methods if engine.starter else {},
-            kernels=engine.starter.note(serving.python) if engine.starter else "",
-            **{name: getattr(self, name) for name in fields},
-        )
+        starter = engine.starter
+        told = {"target_name": self.target_name or target.name, "precision": self.precision or serving.dtype}
+        options = self.model_copy(update=told | dict(starter.methods if starter else {}))
+        own = ServedHead(self.draft_tokens[0], kernels=starter.note(serving.python) if starter else "")
         if self.speed_at and not self.baseline_url:
             from ..bench.speed import measure_loads
 
@@ -239,29 +195,21 @@ class Bench(Reading):
                 say("measuring speed without a draft")
                 client = replace(served.client, extra=self.extra)
                 loads = measure_loads(client, suite.prompts, self.speed_at, self.max_tokens, self.temperature)
-            run = replace(run, loads=loads)
+            own = replace(own, loads=loads)
         found = []
         # An engine drafts only with the K that it was started with; see engines/base.py, Serving.
         for steps in self.draft_tokens:
             say(f"starting {engine.title}, K = {steps}")
             with serve(replace(serving, draft_tokens=steps), engine) as served:
-                own = replace(run, draft_tokens=steps)
-                found.append(measure_served(served.client.url, suite, head, own, fetch=True, say=say))
+                own = replace(own, draft_tokens=steps)
+                found.append(measure_served(served.client.url, suite, head, own, options, fetch=True, say=say))
         return join(found)
 
     def _on_server(self, context: Context, suite: Suite, say: Any) -> AcceptanceFile:
-        from ..bench.measure import ServerRun, measure_served
+        from ..bench.measure import ServedHead, measure_served
 
-        fields = (
-            "tree", "speed_at", "concurrency", "max_tokens", "temperature", "reasoning", "precision", "model",
-            "engine_version", "baseline_url", "extra",
-        )  # fmt: skip
         [steps] = self.draft_tokens
-        methods = {"draft_sample_method": self.draft_sample_method,
-                   "rejection_sample_method": self.rejection_sample_method}  # fmt: skip
-        said = {name: value for name, value in methods.items() if value}
-        run = ServerRun(steps, target=self.target_name, methods=said, **{name: getattr(self, name) for name in fields})
-        return measure_served(self.url or "", suite, context.source(self.head), run, say=say)
+        return measure_served(self.url or "", suite, context.source(self.head), ServedHead(steps), self, say=say)
 
     def _offline(self, context: Context, suite: Suite, say: Any) -> AcceptanceFile:
         import torch
@@ -277,12 +225,8 @@ class Bench(Reading):
             self.open(context, self.head),
             target.fetch_model(),
             suite,
-            draft_tokens=self.draft_tokens,
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            reasoning=self.reasoning,
-            target_name=self.target_name or target.name,
-            trust_remote_code=self.trust_remote_code,
+            self.draft_tokens,
+            self.model_copy(update={"target_name": self.target_name or target.name}),
             say=say,
         )
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import model_validator
 
 from ..lines import Line, Part, Result
-from .base import Context, Name, Operation, argument, option
+from ..options import Name, argument, option
+from .base import Context, Operation
 from .reading import refuse_existing_output
 
 if TYPE_CHECKING:

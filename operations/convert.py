@@ -11,7 +11,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ..errors import ReadingBeaten, RequestInvalid
 from ..lines import Line, Part, Result, Styled, Table, filename, next_command
-from .base import Context, Estimate, Name, argument, option
+from ..options import Name, argument, option
+from .base import Context, Estimate
 from .reading import Reading, check_prompts, check_trusted, refuse_existing_output
 
 if TYPE_CHECKING:

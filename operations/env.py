@@ -15,7 +15,8 @@ from typing import Any
 from ..errors import RequestInvalid
 from ..installed import LIBRARIES, version_of
 from ..lines import Facts, Part, Result
-from .base import Context, Name, Operation, option
+from ..options import Name, option
+from .base import Context, Operation
 
 # Their values may hold a name, an address or a token, so only whether they are set is shown.
 VARIABLES = (

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ..lines import Part, Result
-from .base import Context, Name, Operation, option
-from .reading import Count, Url
+from ..options import Count, Name, Url, option
+from .base import Context, Operation
 
 
 @dataclass(frozen=True, repr=False)

@@ -8,7 +8,8 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ..lines import Facts, Line, Part, Result, Styled, Table, Words
-from .base import Context, Name, argument
+from ..options import Name, argument
+from .base import Context
 from .reading import Reading
 
 if TYPE_CHECKING:

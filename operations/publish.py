@@ -13,8 +13,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ..errors import RequestInvalid
 from ..lines import Part, Result, Table
-from .base import Context, Name, Operation, argument, option
-from .reading import Count
+from ..options import Count, Name, argument, option
+from .base import Context, Operation
 
 if TYPE_CHECKING:
     from ..cards.publish.floor import Floor

@@ -12,9 +12,10 @@ from pydantic import model_validator
 
 from ..errors import InputScalesInvalid, RequestInvalid, TargetInvalid
 from ..lines import Line, Part, Result, Styled, Table, duration, next_command
-from .base import Context, Estimate, Name, Operation, argument, option, quiet_stdout
+from ..options import Count, Name, argument, option
+from .base import Context, Estimate, Operation, quiet_stdout
 from .convert import Converted, Share
-from .reading import Count, Reading, check_prompts, check_target, check_trusted, refuse_existing_output
+from .reading import Reading, check_prompts, check_target, check_trusted, refuse_existing_output
 
 if TYPE_CHECKING:
     from torch import Tensor

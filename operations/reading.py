@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Self
-from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from ..errors import KconvError
-from .base import Context, LayerIds, Name, Operation, option
+from ..options import Count, LayerIds, Name, option
+from .base import Context, Operation
 
 if TYPE_CHECKING:
     from ..checkpoint.folder import Checkpoint
@@ -23,27 +23,6 @@ if TYPE_CHECKING:
     from ..serving.states import ServedRunner
     from ..targets.config import TargetConfig
 
-Count = Annotated[int, Field(ge=1)]
-
-
-def _url(value: object) -> object:
-    """Return the root of a server's address, as its clients expect it."""
-    if isinstance(value, str):
-        if not value.startswith(("http://", "https://")):
-            raise ValueError(f"{value!r} does not begin with http:// or https://; write http://{value}")
-        try:
-            parts = urlsplit(value)
-            # Reading the port checks it. A line break is taken out of an address before it is taken apart.
-            valid = bool(parts.hostname) and (parts.port or 1) and value.isprintable() and " " not in value
-        except ValueError:
-            valid = False
-        if not valid:
-            raise ValueError(f"{value!r} is not the address of a server")
-        return value.rstrip("/").removesuffix("/v1")
-    return value
-
-
-Url = Annotated[str, BeforeValidator(_url)]
 Theta = Annotated[float, Field(gt=0)]
 YES_OR_NO = {"yes": True, "no": False, "true": True, "false": False}
 

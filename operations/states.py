@@ -10,17 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from ..lines import Part, Result
-from .base import Context, LayerIds, Name, Operation, argument, option
-from .reading import (
-    Count,
-    Url,
-    check_data,
-    check_prompts,
-    check_target,
-    check_trusted,
-    refuse_existing_output,
-    serving,
-)
+from ..options import Count, LayerIds, Name, Url, argument, option
+from .base import Context, Operation
+from .reading import check_data, check_prompts, check_target, check_trusted, refuse_existing_output, serving
 
 if TYPE_CHECKING:
     from ..targets.config import TargetConfig

@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ..lines import Part, Result
-from .base import Context, Estimate, Name, Operation, argument, option
-from .reading import Count, refuse_existing_output
+from ..options import Count, Name, argument, option
+from .base import Context, Estimate, Operation
+from .reading import refuse_existing_output
 
 
 @dataclass(frozen=True, repr=False)

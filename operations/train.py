@@ -14,8 +14,9 @@ from pydantic import BeforeValidator, Field, model_validator
 from ..checkpoint.schema import parse_json
 from ..errors import RequestInvalid
 from ..lines import Part, Result, Table, next_command
-from .base import Context, Estimate, Name, Operation, argument, option
-from .reading import Count, Reach, Url, check_data, check_target, check_trusted, refuse_existing_output, serving
+from ..options import Count, Name, Url, argument, option
+from .base import Context, Estimate, Operation
+from .reading import Reach, check_data, check_target, check_trusted, refuse_existing_output, serving
 
 if TYPE_CHECKING:
     from ..drafters.spec import HeadSpec

@@ -13,8 +13,9 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ..engines import registry
 from ..errors import KconvError, PromptsInvalid, ReportInvalid, RequestInvalid, StatesInvalid, TargetInvalid
-from .base import Context, Name, argument, option, plain_name
-from .reading import Count, Reading, Url, check_prompts, check_python, check_target, check_trusted
+from ..options import Count, Name, Url, argument, option, plain_name
+from .base import Context
+from .reading import Reading, check_prompts, check_python, check_target, check_trusted
 
 if TYPE_CHECKING:
     from ..checkpoint.source import Source

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from ..errors import RequestInvalid
 from ..escape import command
 from ..lines import Part, Result, filename
-from .base import Context, Name, Operation, argument
+from ..options import Name, argument
+from .base import Context, Operation
 
 if TYPE_CHECKING:
     from ..checkpoint.manifest import Manifest

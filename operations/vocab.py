@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from ..lines import Part, Result, filename, next_command
-from .base import Context, Name, argument, option
+from ..options import Name, argument, option
+from .base import Context
 from .convert import changes
 from .reading import Reading, check_trusted, refuse_existing_output
 

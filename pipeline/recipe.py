@@ -29,7 +29,8 @@ from ..checkpoint.schema import (
 )
 from ..errors import RecipeInvalid
 from ..operations import OPERATIONS, load
-from ..operations.base import Operation, plain_name
+from ..operations.base import Operation
+from ..options import plain_name
 from ..strict import StrictModel
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,39}")

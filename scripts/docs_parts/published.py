@@ -16,9 +16,9 @@ from kconv.convert.shared import SharedTensors
 from kconv.engines.registry import by_name, writable
 from kconv.errors import KconvError
 from kconv.escape import link
-from kconv.operations.base import flag
 from kconv.operations.inspect import Inspected
 from kconv.operations.reading import Reading
+from kconv.options import flag
 
 
 def published() -> Iterator[str]:

@@ -33,8 +33,8 @@ from kconv.engines.base import Deployment, Engine
 from kconv.engines.registry import engines
 from kconv.escape import command, link
 from kconv.operations import OPERATIONS, load
-from kconv.operations.base import flag
 from kconv.operations.reading import Reading
+from kconv.options import flag
 from kconv.quantize.recipe import Recipe, builtin_recipes
 from kconv.train.recipe import EagleRecipe
 from kconv.validate.rules.subject import ENGINES

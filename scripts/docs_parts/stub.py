@@ -17,7 +17,8 @@ from pathlib import Path
 from textwrap import indent
 
 from kconv.operations import OPERATIONS, load
-from kconv.operations.base import Operation, describe, marks, parameter_type
+from kconv.operations.base import Operation, describe, in_python, parameter_type
+from kconv.options import marks
 
 STUB = Path(__file__).resolve().parents[2] / "__init__.pyi"
 HEADER = '''"""Eagle3 draft heads, from the trainer to the engines, with proof at every step."""
@@ -50,7 +51,7 @@ def stub() -> str:
 def signature(name: str, cls: type[Operation]) -> str:
     """Return one function's stub, with its options in its docstring."""
     places, options = [], []
-    for field, info in cls.model_fields.items():
+    for field, info in in_python(cls):
         default = "" if info.is_required() else f" = {info.get_default(call_default_factory=True)!r}"
         (places if marks(info).argument else options).append(f"    {field}: {parameter_type(info)}{default},")
     star = ["    *,"] if options else []

@@ -11,7 +11,8 @@ import pytest
 from click.testing import CliRunner
 from support.spec_server import K, serving, steps_of
 
-from kconv.bench.measure import ServerRun, measure_server
+from kconv.bench.measure import ServedHead, measure_server
+from kconv.bench.options import MeasureOptions
 from kconv.cli import main
 from kconv.engines.trtllm import ACCEPTED, ANSWERED, DRAFTED
 from kconv.engines.trtllm import ENGINE as TRTLLM
@@ -35,7 +36,7 @@ NAMES = ["vllm", "sglang", "trtllm"]
 WRITING = tuple(Prompt(f"w{i}", "writing", (f"Write {i}.", f"Shorter, {i}.")) for i in range(5))
 CODING = tuple(Prompt(f"c{i}", "coding", (f"Code {i}.",)) for i in range(4))
 SUITE = Suite("tiny-suite", "sha256:00", (("writing", WRITING), ("coding", CODING)))
-WISH = ServerRun(draft_tokens=K, head="my-head")
+WISH = ServedHead(draft_tokens=K, name="my-head"), MeasureOptions()
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +69,9 @@ def figure(acceptance, averaging: str, category: str = ""):
 @pytest.mark.parametrize("concurrency", [1, 3])
 def test_figures_are_those_of_the_drafts_whichever_engine_counted(engine, concurrency):
     with serving(engine) as server:
-        found = measure_server(server.url, SUITE, ServerRun(draft_tokens=K, head="my-head", concurrency=concurrency))
+        found = measure_server(
+            server.url, SUITE, ServedHead(draft_tokens=K, name="my-head"), MeasureOptions(concurrency=concurrency)
+        )
     for category, prompts in (*SUITE.groups, ("", SUITE.prompts)):
         row = figure(found, "micro_steps", category)
         together = [step for prompt in prompts for step in steps(prompt)]
@@ -88,7 +91,7 @@ def test_figures_are_those_of_the_drafts_whichever_engine_counted(engine, concur
 @pytest.mark.parametrize("engine", NAMES)
 def test_a_mean_over_requests_is_told_where_one_runs_at_a_time(engine):
     with serving(engine) as server:
-        found = measure_server(server.url, SUITE, WISH)
+        found = measure_server(server.url, SUITE, *WISH)
     for category, prompts in (*SUITE.groups, ("", SUITE.prompts)):
         expected = statistics.mean(length(steps(prompt)) for prompt in prompts)
         row = figure(found, "macro_request", category)
@@ -98,15 +101,15 @@ def test_a_mean_over_requests_is_told_where_one_runs_at_a_time(engine):
 
 def test_and_not_where_several_do():
     with serving("vllm") as server:
-        found = measure_server(server.url, SUITE, ServerRun(draft_tokens=K, head="h", concurrency=2))
+        found = measure_server(server.url, SUITE, ServedHead(draft_tokens=K, name="h"), MeasureOptions(concurrency=2))
     assert {row.averaging for row in found.rows} == {"micro_steps", "macro_category"}
     assert {row.interval.over for row in found.rows if row.interval} == {"groups of up to 2 prompts"}
 
 
 def test_the_second_turn_follows_the_answer_to_the_first():
     with serving("vllm") as server:
-        run = ServerRun(draft_tokens=K, head="h", max_tokens=200, extra={"ignore_eos": True})
-        measure_server(server.url, SUITE, run)
+        run = ServedHead(draft_tokens=K, name="h"), MeasureOptions(max_tokens=200, extra={"ignore_eos": True})
+        measure_server(server.url, SUITE, *run)
         asked = server.asked
     assert len(asked) == sum(len(prompt.turns) for prompt in SUITE.prompts)
     second = next(body for body in asked if len(body["messages"]) == 3)
@@ -117,8 +120,8 @@ def test_the_second_turn_follows_the_answer_to_the_first():
 
 def test_looping_answers_are_seen():
     with serving("vllm", looping=True) as looping, serving("vllm") as sane:
-        bad = measure_server(looping.url, SUITE, WISH).rows[0].sanity
-        good = measure_server(sane.url, SUITE, WISH).rows[0].sanity
+        bad = measure_server(looping.url, SUITE, *WISH).rows[0].sanity
+        good = measure_server(sane.url, SUITE, *WISH).rows[0].sanity
     assert bad is not None and bad.distinct_4grams < 0.5
     assert good is not None and good.distinct_4grams == 1.0
 
@@ -128,7 +131,7 @@ def test_looping_answers_are_seen():
 )
 def test_every_release_of_tensorrt_llm_is_read_by_what_it_counts_rightly(release, iterations):
     with serving("trtllm", release=release, iterations=iterations) as server:
-        found = measure_server(server.url, SUITE, WISH)
+        found = measure_server(server.url, SUITE, *WISH)
     row, together = figure(found, "micro_steps"), [step for prompt in SUITE.prompts for step in steps(prompt)]
     assert (row.value, row.drafts) == (pytest.approx(length(together), abs=1e-6), len(together))
     assert (row.rates is not None) == (release == "places")
@@ -137,7 +140,7 @@ def test_every_release_of_tensorrt_llm_is_read_by_what_it_counts_rightly(release
 def test_a_draft_that_is_counted_for_a_prefill_is_seen_where_it_is_counted_late(monkeypatch):
     monkeypatch.setattr(client, "LATE_SECONDS", 1.0)
     with serving("trtllm", release="prefills", iterations=True, late=0.1, requests=1, generated=1) as server:
-        row = figure(measure_server(server.url, SUITE, WISH), "micro_steps")
+        row = figure(measure_server(server.url, SUITE, *WISH), "micro_steps")
     together = [step for prompt in SUITE.prompts for step in steps(prompt)]
     assert (row.value, row.drafts) == (pytest.approx(length(together), abs=1e-6), len(together))
 
@@ -148,7 +151,7 @@ def test_a_tensorrt_llm_that_does_not_count_iterations_is_told_what_to_serve_wit
         serving("trtllm", release=release) as server,
         pytest.raises(CountersMissing, match="without counting") as fault,
     ):
-        measure_server(server.url, SUITE, WISH)
+        measure_server(server.url, SUITE, *WISH)
     assert "return_perf_metrics: true and enable_iter_perf_stats: true" in fault.value.fix
 
 
@@ -162,7 +165,9 @@ def test_a_head_whose_tokens_were_never_accepted_has_a_length_of_one():
 @pytest.mark.parametrize("plain", [None, "plain sglang", "plain trtllm"])
 def test_speed_up_is_against_the_same_prompts_without_speculation(plain):
     with serving("vllm") as server, serving(plain) as baseline:
-        found = measure_server(server.url, SUITE, ServerRun(draft_tokens=K, head="h", baseline_url=baseline.url))
+        found = measure_server(
+            server.url, SUITE, ServedHead(draft_tokens=K, name="h"), MeasureOptions(baseline_url=baseline.url)
+        )
         assert [body["messages"] for body in baseline.asked] == [body["messages"] for body in server.asked]
     speed = found.rows[0].speed
     assert speed is not None and speed.same_answers == 1.0
@@ -172,39 +177,41 @@ def test_speed_up_is_against_the_same_prompts_without_speculation(plain):
 @pytest.mark.parametrize("engine", NAMES)
 def test_a_baseline_that_speculates_is_refused(engine):
     with serving("vllm") as server, serving(engine) as baseline:
-        measure_server(baseline.url, SUITE, WISH)
+        measure_server(baseline.url, SUITE, *WISH)
         with pytest.raises(DefinitionsMixed, match="baseline"):
-            measure_server(server.url, SUITE, ServerRun(draft_tokens=K, head="h", baseline_url=baseline.url))
+            measure_server(
+                server.url, SUITE, ServedHead(draft_tokens=K, name="h"), MeasureOptions(baseline_url=baseline.url)
+            )
 
 
 @pytest.mark.parametrize("plain", [None, "plain sglang", "plain trtllm"])
 def test_a_server_without_speculation_is_named(plain):
     with serving(plain) as server, pytest.raises(CountersMissing, match=r"without|not count"):
-        measure_server(server.url, SUITE, WISH)
+        measure_server(server.url, SUITE, *WISH)
 
 
 @pytest.mark.parametrize("engine", NAMES)
 def test_counters_that_go_backwards_are_named(engine):
     with serving(engine, restart_after=4) as server, pytest.raises(CountersReset, match="backwards"):
-        measure_server(server.url, SUITE, WISH)
+        measure_server(server.url, SUITE, *WISH)
 
 
 @pytest.mark.parametrize("engine", NAMES)
 def test_more_than_k_plus_1_is_refused(engine):
     fault = {"vllm": DefinitionsMixed, "sglang": AcceptanceInvalid, "trtllm": AcceptanceInvalid}[engine]
     with serving(engine, inflate=200) as server, pytest.raises((fault, AcceptanceInvalid), match=r"above 4|K is 3"):
-        measure_server(server.url, SUITE, WISH)
+        measure_server(server.url, SUITE, *WISH)
 
 
 @pytest.mark.parametrize("engine", NAMES)
 def test_drafts_that_no_one_asked_for_are_named(engine):
     with serving(engine, foreign=60) as server, pytest.raises(CountersDisturbed, match=r"counted|counts"):
-        measure_server(server.url, SUITE, WISH)
+        measure_server(server.url, SUITE, *WISH)
 
 
 def test_a_router_that_shows_two_engines_is_named():
     with serving("router") as server, pytest.raises(DefinitionsMixed, match="vllm and sglang") as fault:
-        measure_server(server.url, SUITE, WISH)
+        measure_server(server.url, SUITE, *WISH)
     assert "--" not in fault.value.fix, "no option of bench or of validate chooses one"
 
 
@@ -217,12 +224,12 @@ def test_drafted_tokens_that_are_no_whole_number_of_steps_are_mixed_definitions(
 @pytest.mark.parametrize("engine", NAMES)
 def test_another_k_than_the_servers_is_refused(engine):
     with serving(engine) as server, pytest.raises((DefinitionsMixed, AcceptanceInvalid, CountersDisturbed)):
-        measure_server(server.url, SUITE, ServerRun(draft_tokens=1, head="h"))
+        measure_server(server.url, SUITE, ServedHead(draft_tokens=1, name="h"), MeasureOptions())
 
 
 def test_fewer_drafted_tokens_than_k_are_told_by_the_places():
     with serving("vllm") as server, pytest.raises(DefinitionsMixed, match=r"3 positions .* K is 5"):
-        measure_server(server.url, SUITE, ServerRun(draft_tokens=5, head="h"))
+        measure_server(server.url, SUITE, ServedHead(draft_tokens=5, name="h"), MeasureOptions())
 
 
 INFO = {"speculative_num_steps": K, "speculative_eagle_topk": 1, "speculative_draft_model_path": "/heads/mine"}
@@ -230,15 +237,15 @@ INFO = {"speculative_num_steps": K, "speculative_eagle_topk": 1, "speculative_dr
 
 def test_what_sglang_says_of_its_drafting_is_kept():
     with serving("sglang", info=INFO) as server:
-        run = ServerRun(draft_tokens=K, head="h", weights={"model.safetensors": "00"})
-        found = measure_server(server.url, SUITE, run)
+        run = ServedHead(draft_tokens=K, name="h", weights={"model.safetensors": "00"}), MeasureOptions()
+        found = measure_server(server.url, SUITE, *run)
     assert found.provenance["server"] == INFO
     assert "stated by the user" in found.provenance["weights"]
 
 
 def test_a_tree_that_is_the_servers_is_measured():
     with serving("sglang", info=INFO | {"speculative_eagle_topk": 4}) as server:
-        found = measure_server(server.url, SUITE, ServerRun(draft_tokens=K, head="h", tree="topk=4"))
+        found = measure_server(server.url, SUITE, ServedHead(draft_tokens=K, name="h"), MeasureOptions(tree="topk=4"))
     assert {row.tree for row in found.rows} == {"topk=4"}
 
 
@@ -254,7 +261,7 @@ def test_a_tree_that_is_the_servers_is_measured():
 def test_a_server_that_says_otherwise_is_refused_before_it_is_asked(info, tree, message):
     with serving("sglang", info=INFO | info) as server:
         with pytest.raises(DefinitionsMixed, match=message):
-            measure_server(server.url, SUITE, ServerRun(draft_tokens=K, head="h", tree=tree))
+            measure_server(server.url, SUITE, ServedHead(draft_tokens=K, name="h"), MeasureOptions(tree=tree))
         assert server.asked == []
 
 
@@ -262,12 +269,14 @@ def test_prompts_that_the_head_was_trained_on_are_refused_before_a_server_is_ask
     seen = [WRITING[2].digest[:16]]
     (tmp_path / "kconv.json").write_text(json.dumps({"training": {"data": {"prompts": seen}}}))
     with pytest.raises(PromptsInvalid, match="1 of 9 prompts"):
-        measure_server("http://127.0.0.1:9", SUITE, ServerRun(draft_tokens=K, head="h", folder=tmp_path))
+        measure_server(
+            "http://127.0.0.1:9", SUITE, ServedHead(draft_tokens=K, name="h", folder=tmp_path), MeasureOptions()
+        )
 
 
 def test_a_server_that_is_not_there_is_named(tmp_path: Path):
     with pytest.raises(EngineFailed, match="does not answer"):
-        measure_server("http://127.0.0.1:9", SUITE, WISH)
+        measure_server("http://127.0.0.1:9", SUITE, *WISH)
 
 
 SILENT = (Prompt("s", "silent", ("Silence, please.",)),)
@@ -276,11 +285,11 @@ SILENT = (Prompt("s", "silent", ("Silence, please.",)),)
 @pytest.mark.parametrize("engine", NAMES)
 def test_an_answer_of_one_token_has_no_length(engine):
     with serving(engine) as server:
-        measure_server(server.url, SUITE, WISH)
+        measure_server(server.url, SUITE, *WISH)
         suite = Suite("tiny-suite", "sha256:00", (("writing", (*WRITING[:2], *SILENT)),))
-        found = measure_server(server.url, suite, WISH)
+        found = measure_server(server.url, suite, *WISH)
         with pytest.raises(CountersMissing, match="no answer has more than one token"):
-            measure_server(server.url, Suite("tiny-suite", "sha256:00", (("silent", SILENT),)), WISH)
+            measure_server(server.url, Suite("tiny-suite", "sha256:00", (("silent", SILENT),)), *WISH)
     row = figure(found, "macro_request", "writing")
     assert row.prompts == 2
     assert row.value == pytest.approx(statistics.mean(length(steps(p)) for p in WRITING[:2]), abs=1e-6)
@@ -290,7 +299,7 @@ def test_counters_that_never_rest_are_named(monkeypatch):
     monkeypatch.setattr(client, "RESTLESS_SECONDS", 0.05)
     monkeypatch.setattr(client, "REST_SECONDS", 0.5)
     with serving("vllm") as server, pytest.raises(CountersDisturbed, match="still change"):
-        measure_server(server.url, SUITE, WISH)
+        measure_server(server.url, SUITE, *WISH)
 
 
 @pytest.mark.parametrize(
@@ -318,12 +327,12 @@ def test_an_engine_that_is_started_is_asked_rightly(tmp_path, monkeypatch, words
 @pytest.mark.parametrize("concurrency", [1, 3])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_what_is_asked_again_after_a_reset_is_counted_once(engine, concurrency, when):
-    run = ServerRun(draft_tokens=K, head="my-head", concurrency=concurrency)
+    run = ServedHead(draft_tokens=K, name="my-head"), MeasureOptions(concurrency=concurrency)
     with serving(engine) as server:
-        whole = measure_server(server.url, SUITE, run)
+        whole = measure_server(server.url, SUITE, *run)
     # The first request, a second turn, and one that is asked for again already.
     with serving(engine, breaks=dict.fromkeys((2, 6, 7), when)) as server:
-        found = measure_server(server.url, SUITE, run)
+        found = measure_server(server.url, SUITE, *run)
         assert server.sent > sum(len(prompt.turns) for prompt in SUITE.prompts) + 2
     drop = {"date", "tokens_per_second"}
     assert [row.model_dump(exclude=drop) for row in found.rows] == [row.model_dump(exclude=drop) for row in whole.rows]
@@ -332,7 +341,7 @@ def test_what_is_asked_again_after_a_reset_is_counted_once(engine, concurrency, 
 def test_a_connection_that_breaks_each_time_ends_the_measurement():
     with serving("vllm", breaks=dict.fromkeys(range(3, 99), "before")) as server:
         with pytest.raises(ConnectionBroken, match="does not answer"):
-            measure_server(server.url, SUITE, WISH)
+            measure_server(server.url, SUITE, *WISH)
         assert server.sent == 2 + ask.ATTEMPTS
 
 
@@ -352,7 +361,7 @@ def test_a_server_that_still_works_for_a_broken_connection_is_not_measured(monke
         worker.start()
         try:
             with pytest.raises(CountersDisturbed):
-                measure_server(server.url, SUITE, WISH)
+                measure_server(server.url, SUITE, *WISH)
         finally:
             done.set()
             worker.join()
@@ -360,7 +369,7 @@ def test_a_server_that_still_works_for_a_broken_connection_is_not_measured(monke
 
 def test_a_server_that_restarts_with_a_reset_is_named():
     with serving("vllm", breaks={4: "after"}, restart_after=3) as server, pytest.raises(CountersReset):
-        measure_server(server.url, SUITE, WISH)
+        measure_server(server.url, SUITE, *WISH)
 
 
 def test_settings_whose_page_breaks_off_are_read_all_the_same():
@@ -368,12 +377,12 @@ def test_settings_whose_page_breaks_off_are_read_all_the_same():
     path = "/server_info?config_format=json"
     hides = {path: 1, "/server_info": 1}
     with serving("sglang", info={"simulate_acc_len": 3}, hides=hides) as server, pytest.raises(AcceptanceForged):
-        measure_server(server.url, SUITE, WISH)
+        measure_server(server.url, SUITE, *WISH)
     with serving("vllm", hides={path: 99}) as server, pytest.raises(ConnectionBroken) as broken:
-        measure_server(server.url, SUITE, WISH)
+        measure_server(server.url, SUITE, *WISH)
     assert broken.value.where.endswith(path)
 
 
 def test_a_version_that_cannot_be_read_is_not_one_that_is_not_told():
     with serving("vllm", hides={"/version": 99}) as server, pytest.raises(ConnectionBroken, match="does not answer"):
-        measure_server(server.url, SUITE, WISH)
+        measure_server(server.url, SUITE, *WISH)

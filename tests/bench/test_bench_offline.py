@@ -11,6 +11,7 @@ import torch
 from support.heads import MLA, random_slots, write_head
 
 from kconv.bench.offline import measure_head
+from kconv.bench.options import MeasureOptions
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.read import Head, read_head
 from kconv.drafters.chain import draft_tokens, greedy_acceptance, pool
@@ -70,7 +71,7 @@ def chain(head: Head, target: Path) -> list:
 
 
 def test_greedy_figures_are_the_chains(head, tiny_target):
-    found = measure_head(head, tiny_target, SUITE, draft_tokens=STEPS, max_tokens=LIMIT)
+    found = measure_head(head, tiny_target, SUITE, (STEPS,), MeasureOptions(max_tokens=LIMIT))
     own = chain(head, tiny_target)
     micro, macro = found.rows
     assert micro.averaging == "micro_steps" and macro.averaging == "macro_request"
@@ -85,24 +86,24 @@ def test_greedy_figures_are_the_chains(head, tiny_target):
 
 
 def test_sampled_figures_say_that_they_are_over_positions(head, tiny_target):
-    found = measure_head(head, tiny_target, SUITE, draft_tokens=STEPS, max_tokens=LIMIT, temperature=1.0)
+    found = measure_head(head, tiny_target, SUITE, (STEPS,), MeasureOptions(max_tokens=LIMIT, temperature=1.0))
     assert found.rows[0].averaging == "micro_positions" and found.rows[0].temperature == 1.0
     # Each of the three answers has its chains from the prompt's last token on.
     assert found.rows[0].drafts == 3 * (LIMIT - 1)
 
 
 def test_several_k_give_what_each_gives_by_itself(head, tiny_target):
-    together = measure_head(head, tiny_target, SUITE, draft_tokens=(1, STEPS), max_tokens=LIMIT)
+    together = measure_head(head, tiny_target, SUITE, (1, STEPS), MeasureOptions(max_tokens=LIMIT))
     for k in (1, STEPS):
-        alone = measure_head(head, tiny_target, SUITE, draft_tokens=k, max_tokens=LIMIT)
+        alone = measure_head(head, tiny_target, SUITE, (k,), MeasureOptions(max_tokens=LIMIT))
         assert [row for row in together.rows if row.draft_tokens == k] == list(alone.rows)
 
 
 def test_other_temperatures_are_not_simulated(head, tiny_target):
     with pytest.raises(PromptsInvalid, match=r"0\.6"):
-        measure_head(head, tiny_target, SUITE, draft_tokens=STEPS, max_tokens=LIMIT, temperature=0.6)
+        measure_head(head, tiny_target, SUITE, (STEPS,), MeasureOptions(max_tokens=LIMIT, temperature=0.6))
 
 
 def test_answers_too_short_to_draft_in_are_named(head, tiny_target):
     with pytest.raises(PromptsInvalid, match="nothing is drafted"):
-        measure_head(head, tiny_target, SUITE, draft_tokens=STEPS, max_tokens=1)
+        measure_head(head, tiny_target, SUITE, (STEPS,), MeasureOptions(max_tokens=1))

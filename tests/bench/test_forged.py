@@ -7,7 +7,8 @@ from support.spec_server import K, serving
 
 from kconv.bench.acceptance import AcceptanceRow
 from kconv.bench.forged import check_counts
-from kconv.bench.measure import LOSSY_NOTE, ServerRun, measure_server
+from kconv.bench.measure import LOSSY_NOTE, ServedHead, measure_server
+from kconv.bench.options import MeasureOptions
 from kconv.engines.counters import Counts
 from kconv.errors import AcceptanceForged
 from kconv.serving import client as client
@@ -16,7 +17,7 @@ from kconv.targets.suites import Suite
 
 PROMPTS = tuple(Prompt(f"w{i}", "writing", (f"Write {i}.",)) for i in range(24))
 SUITE = Suite("tiny-suite", "sha256:00", (("writing", PROMPTS),))
-RUN = ServerRun(draft_tokens=K, head="my-head")
+RUN = ServedHead(draft_tokens=K, name="my-head"), MeasureOptions()
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +28,7 @@ def _impatient(monkeypatch):
 
 def measure(engine: str, **how) -> tuple[AcceptanceRow, ...]:
     with serving(engine, **how) as server:
-        return measure_server(server.url, SUITE, RUN).rows
+        return measure_server(server.url, SUITE, *RUN).rows
 
 
 # As each engine shows them: vLLM's config as JSON, and in its own words; SGLang's and TensorRT-LLM's by their names.

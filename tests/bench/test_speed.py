@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from support.spec_server import K, serving
 
-from kconv.bench.measure import ServerRun, measure_server
+from kconv.bench.measure import ServedHead, measure_server
+from kconv.bench.options import MeasureOptions
 from kconv.bench.speed import Dialogue, Load, measure_loads, speed_rows
 from kconv.errors import EngineFailed
 from kconv.serving import ask, client
@@ -58,8 +59,8 @@ def test_a_speed_up_is_paired_by_prompt_and_of_its_own_concurrency():
 
 def test_a_server_is_measured_with_and_without_its_draft():
     with serving("vllm", pause=0.0005) as server, serving("plain", pause=0.002) as plain:
-        run = ServerRun(draft_tokens=K, head="h", baseline_url=plain.url, speed_at=(1, 3))
-        found = measure_server(server.url, SUITE, run)
+        run = ServedHead(draft_tokens=K, name="h"), MeasureOptions(baseline_url=plain.url, speed_at=(1, 3))
+        found = measure_server(server.url, SUITE, *run)
     assert [speed.concurrency for speed in found.speeds] == [1, 3]
     for speed in found.speeds:
         assert speed.tokens_per_second.value > 0 and speed.tpot.value >= 0.0005 and speed.ttft.value >= 0.002

@@ -12,7 +12,7 @@ from support.listing import PRODUCT, ROOT
 from kconv.cli import main
 from kconv.engines import LAYOUTS
 from kconv.operations import OPERATIONS, load
-from kconv.operations.base import flag
+from kconv.options import flag
 
 NAMES = sorted(COMMANDS)
 

@@ -10,7 +10,7 @@ from support.published import EAGLE3, OTHERS, Form
 
 from kconv.cli import main
 from kconv.engines import BY_NAME
-from kconv.operations.base import flag
+from kconv.options import flag
 
 KNOWN = {name: form for name, form in EAGLE3.items() if form.layout}
 DECIDABLE = {name: form for name, form in KNOWN.items() if not form.refused}

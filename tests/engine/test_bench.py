@@ -8,8 +8,9 @@ import pytest
 from click.testing import CliRunner
 
 from kconv.bench.acceptance import AcceptanceFile, AcceptanceRow, read_acceptance
-from kconv.bench.measure import ServerRun, measure_server
+from kconv.bench.measure import ServedHead, measure_server
 from kconv.bench.offline import measure_head
+from kconv.bench.options import MeasureOptions
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.cli import main
 from kconv.convert.read import read_head
@@ -44,12 +45,17 @@ def test_figures_are_the_counters_and_kconvs_own_chain(engine_python, demo, suit
     head = read_head(open_checkpoint(demo / "mla" / "vllm"))
     with serve(Serving(engine_python, demo / "target", head.checkpoint.folder), ENGINE) as served:
         before = served.client.read_counters(ENGINE.counters)
-        found = measure_server(served.client.url, suite, ServerRun(draft_tokens=STEPS, head="demo", max_tokens=LIMIT))
+        found = measure_server(
+            served.client.url, suite, ServedHead(draft_tokens=STEPS, name="demo"), MeasureOptions(max_tokens=LIMIT)
+        )
         after = served.client.read_counters(ENGINE.counters).since(before, "the server")
         counted = ENGINE.counters.count(after, STEPS, 8, 8)
         # Several at a time share a batch, and are told together.
         together = measure_server(
-            served.client.url, suite, ServerRun(draft_tokens=STEPS, head="demo", max_tokens=LIMIT, concurrency=4)
+            served.client.url,
+            suite,
+            ServedHead(draft_tokens=STEPS, name="demo"),
+            MeasureOptions(max_tokens=LIMIT, concurrency=4),
         )
 
     whole = figure(found, "micro_steps", "")
@@ -59,7 +65,7 @@ def test_figures_are_the_counters_and_kconvs_own_chain(engine_python, demo, suit
     assert (whole.engine, whole.prompts) == ("vllm", 8) and whole.engine_version
     assert whole.value > 1.5
 
-    own = measure_head(head, demo / "target", suite, draft_tokens=STEPS, max_tokens=LIMIT)
+    own = measure_head(head, demo / "target", suite, (STEPS,), MeasureOptions(max_tokens=LIMIT))
     for category in ("first", "second", ""):
         for averaging in ("micro_steps", "macro_request"):
             ours, theirs = figure(own, averaging, category), figure(found, averaging, category)
@@ -98,10 +104,10 @@ def test_synthetic_acceptance_is_refused_by_its_setting(engine_python, demo, sui
     drafting = {"model": str(head), "method": "eagle3", "num_speculative_tokens": STEPS,
                 "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5}  # fmt: skip
     options = {"--speculative-config": json.dumps(drafting)}
-    run = ServerRun(draft_tokens=STEPS, head="demo", max_tokens=LIMIT)
+    run = ServedHead(draft_tokens=STEPS, name="demo"), MeasureOptions(max_tokens=LIMIT)
     # Before it is asked anything: vLLM 0.32 on a CPU dies of the first request that it samples so.
     with (
         serve(Serving(engine_python, demo / "target", head, options=options), ENGINE) as served,
         pytest.raises(AcceptanceForged, match="synthetic"),
     ):
-        measure_server(served.client.url, suite, run)
+        measure_server(served.client.url, suite, *run)

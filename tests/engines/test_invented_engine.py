@@ -269,7 +269,8 @@ def test_its_own_results_can_be_quoted(tmp_path):
 @installed
 @pytest.mark.parametrize("forging", [False, True])
 def test_its_counters_are_read_by_bench(forging):
-    from kconv.bench.measure import ServerRun, measure_server
+    from kconv.bench.measure import ServedHead, measure_server
+    from kconv.bench.options import MeasureOptions
     from kconv.errors import AcceptanceForged
     from kconv.targets.prompts import Prompt
     from kconv.targets.suites import Suite
@@ -292,11 +293,12 @@ def test_its_counters_are_read_by_bench(forging):
 
     prompts = tuple(Prompt(f"p{i}", "", (f"Say {i}.",)) for i in range(3))
     with serving(answer) as url:
+        suite = Suite("tiny", "sha256:00", (("", prompts),))
         if forging:
             with pytest.raises(AcceptanceForged, match="OTTER_PRETENDS is"):
-                measure_server(url, Suite("tiny", "sha256:00", (("", prompts),)), ServerRun(3, "my-head"))
+                measure_server(url, suite, ServedHead(3, "my-head"), MeasureOptions())
             return
-        found = measure_server(url, Suite("tiny", "sha256:00", (("", prompts),)), ServerRun(3, "my-head"))
+        found = measure_server(url, suite, ServedHead(3, "my-head"), MeasureOptions())
     row = found.rows[0]
     assert (row.engine, row.engine_version, row.value, row.drafts) == ("otter", "1.0", 2.5, 6)
 

@@ -20,7 +20,7 @@ from kconv.cli.group import JOBS
 from kconv.engines import by_name, writable
 from kconv.errors import KconvError, RequestInvalid
 from kconv.operations import OPERATIONS, load
-from kconv.operations.base import flag, marks, plain_name
+from kconv.options import flag, marks, plain_name
 from kconv.pipeline.recipe import kinds, read_step
 
 COMMANDS = {name: name.replace("_", "-") for name in OPERATIONS} | {"convert": "to-vllm"}

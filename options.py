@@ -1,0 +1,119 @@
+"""Options as the fields of a model: a request's own, and those that it shares with the package that obeys them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import BeforeValidator, Field, PlainValidator
+from pydantic.fields import FieldInfo
+
+Kind = Literal["plain", "checkpoint", "file", "output", "ids", "list", "json", "settings", "yes-or-no"]
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What a field is, beyond its type.
+
+    Attributes:
+        kind: "checkpoint" (a folder or a hub id), "file" (a path), "output" (the operation's result); or how words are
+            parsed: "ids", "list", "json", "settings", "yes-or-no". Empty for a plain value.
+        argument: whether it is given by position, not by name.
+        metavar: its placeholder in help.
+        words: values that do not name a file, for a field that otherwise names one.
+    """
+
+    kind: Kind | None = None
+    argument: bool = False
+    metavar: str = ""
+    words: tuple[str, ...] = ()
+
+
+def _path(value: Any) -> Any:
+    """Accept a path with any bytes: pydantic's own strings must be UTF-8."""
+    if isinstance(value, (str, os.PathLike)):
+        if "\0" in str(value):
+            raise ValueError("a path cannot contain a zero byte")
+        name = os.fspath(value)
+        # A shell leaves ~ in --target=~/head as it is, and recipes and Python calls have no shell.
+        return name if os.path.lexists(name) else os.path.expanduser(name)  # noqa: PTH111
+    raise ValueError("it is neither a path nor a name")
+
+
+Name = Annotated[str, PlainValidator(_path)]
+
+
+def option(default: Any = ..., help: str = "", *, kind: Kind | None = None, metavar: str = "",
+           words: tuple[str, ...] = (), **constraints: Any) -> Any:  # fmt: skip
+    """Declare an option: its default, its sentence in help, and pydantic's constraints on its value."""
+    marks = Marks(kind, False, metavar, words)
+    return Field(default, description=help, json_schema_extra={"marks": marks}, **constraints)  # pyright: ignore
+
+
+def argument(help: str, *, kind: Kind, metavar: str = "", default: Any = ...) -> Any:
+    """Declare an argument, which is given by position."""
+    return Field(default, description=help, json_schema_extra={"marks": Marks(kind, True, metavar)})  # pyright: ignore
+
+
+def marks(info: FieldInfo) -> Marks:
+    """Return what a field is."""
+    extra = info.json_schema_extra
+    found = extra.get("marks") if isinstance(extra, Mapping) else None
+    return found if isinstance(found, Marks) else Marks()
+
+
+def plain_name(name: str) -> str:
+    """Return a field's name in a recipe: Python reserves the word `from`, so the field is `from_`."""
+    return name.rstrip("_")
+
+
+def flag(name: str, info: FieldInfo | None = None) -> str:
+    """Return a field's name on the command line."""
+    no = "no-" if info is not None and info.default is True else ""
+    return f"--{no}{plain_name(name).replace('_', '-')}"
+
+
+def layer_ids(value: Any) -> Any:
+    """Read ascending layer ids, from a list or from words, e.g. "1,29,57"."""
+    if value is None:
+        return None
+    try:
+        ids = tuple(int(part) for part in value.split(",")) if isinstance(value, str) else tuple(value)
+    except (TypeError, ValueError):
+        ids = ()
+    if not ids or any(type(i) is not int for i in ids) or list(ids) != sorted(set(ids)) or ids[0] < 0:
+        raise ValueError(f"{value!r} is not an ascending list like 1,29,57")
+    return ids
+
+
+def words(value: Any) -> Any:
+    """Read a list of words, from a list or from "A,B"."""
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+LayerIds = Annotated[tuple[int, ...], BeforeValidator(layer_ids)]
+Words = Annotated[tuple[str, ...], BeforeValidator(words)]
+Count = Annotated[int, Field(ge=1)]
+
+
+def _url(value: object) -> object:
+    """Return the root of a server's address, as its clients expect it."""
+    if isinstance(value, str):
+        if not value.startswith(("http://", "https://")):
+            raise ValueError(f"{value!r} does not begin with http:// or https://; write http://{value}")
+        try:
+            parts = urlsplit(value)
+            # Reading the port checks it. A line break is taken out of an address before it is taken apart.
+            valid = bool(parts.hostname) and (parts.port or 1) and value.isprintable() and " " not in value
+        except ValueError:
+            valid = False
+        if not valid:
+            raise ValueError(f"{value!r} is not the address of a server")
+        return value.rstrip("/").removesuffix("/v1")
+    return value
+
+
+Url = Annotated[str, BeforeValidator(_url)]
