@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any
 
 from ..lines import Part, Result
-from ..options import Count, Name, Url, option
+from ..options import Name, Url, option
+from ..train.options import GenerateOptions
 from .base import Context, Operation
 
 
@@ -31,7 +30,7 @@ class Generated(Result):
         return (f"{self.out}: {counts} of {self.prompts} prompts",)
 
 
-class Generate(Operation):
+class Generate(Operation, GenerateOptions):
     """Send each prompt, with all its turns, to the server at --url, and write the dialogues to --out for kconv train.
 
     Every prompt is answered, failed with a reason, or skipped because --out has its answer. The same command resumes a
@@ -48,10 +47,6 @@ class Generate(Operation):
     model: str = option(..., "The server's name for the target.")
     prompts: Name = option(..., "Prompts (JSONL).", kind="file")
     out: Name = option(..., "The dialogues (JSONL); existing answers are kept.", kind="output")
-    max_tokens: Count = option(4096, "Maximum tokens per answer.", metavar="N")
-    temperature: Annotated[float, Field(ge=0)] = option(0.6, "0 is greedy.", metavar="T")
-    concurrency: Count = option(16, "Requests in flight.", metavar="N")
-    seed: int = option(0, "Random seed for sampling.")
 
     def run(self, context: Context) -> Generated:
         """Write the dialogues.
@@ -60,16 +55,15 @@ class Generate(Operation):
             PromptsInvalid: the prompts cannot be read.
             EngineFailed: the server cannot be reached.
         """
+        from ..serving.client import Client
         from ..targets.prompts import read_prompts
-        from ..train.generate import GenerateRequest, generate
+        from ..train.generate import ANSWER_SECONDS, generate
 
         asked = read_prompts(context.path(self.prompts))
-        request = GenerateRequest(
-            self.url, self.model, self.max_tokens, self.temperature, self.concurrency, seed=self.seed
-        )
+        server = Client(self.url, self.model, ANSWER_SECONDS)
         with context.status("asking") as say:
             counts = generate(
-                asked, request, Path(self.out), lambda so_far: say(f"{so_far.total()} of {len(asked)} prompts")
+                asked, server, self, Path(self.out), lambda so_far: say(f"{so_far.total()} of {len(asked)} prompts")
             )
         return Generated(self.out, counts, len(asked))
 

@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -27,39 +26,18 @@ from ..serving.ask import ask_all
 from ..serving.client import BUSY, CONNECT_SECONDS, SHOWN, WRONG, Client, Reply
 from ..targets.dialogues import read_reasoning
 from ..targets.prompts import Prompt
+from .options import GenerateOptions
 
 ANSWERED, FAILED, SKIPPED = "answered", "failed", "skipped"
 LONGEST_PAUSE = 60.0  # seconds
-
-
-@dataclass(frozen=True)
-class GenerateRequest:
-    """How to query a server.
-
-    Attributes:
-        url: its root, e.g. "http://127.0.0.1:8000".
-        model: the name under which it serves the target.
-        max_tokens: of one answer; an answer that is cut there is kept and marked.
-        temperature: for sampling.
-        concurrency: prompts in flight.
-        attempts: how often one turn is tried before its prompt counts as failed.
-        timeout: seconds that one answer may take.
-        seed: for sampling.
-    """
-
-    url: str
-    model: str
-    max_tokens: int = 4096
-    temperature: float = 0.6
-    concurrency: int = 16
-    attempts: int = 4
-    timeout: float = 1800.0
-    seed: int = 0
+ANSWER_SECONDS = 1800.0  # that one answer may take
+ATTEMPTS = 4  # at a turn, before its prompt counts as failed
 
 
 def generate(
     prompts: Sequence[Prompt],
-    request: GenerateRequest,
+    client: Client,
+    options: GenerateOptions,
     out: Path,
     progress: Callable[[Counter[str]], None] = lambda _: None,
 ) -> Counter[str]:
@@ -74,7 +52,8 @@ def generate(
 
     Args:
         prompts: the prompts.
-        request: how to query the server.
+        client: of the server.
+        options: how to sample.
         out: a JSONL file, to which lines are added.
         progress: called with the counts so far.
 
@@ -88,7 +67,6 @@ def generate(
         ServerUnreachable: nothing listens at the address, or no longer does after some attempts.
         EngineFailed: no prompt was answered.
     """
-    client = Client(request.url, request.model, request.timeout)
     busy = OutputExists(f"another run is writing {out}", fix="Wait for it, or choose another name.")
     why = ""
     new = not os.path.lexists(out)
@@ -105,7 +83,7 @@ def generate(
                 _refuse_nobody(client)
             with (
                 out.open("a", encoding="utf-8") as file,
-                closing(ask_all(partial(_ask, client, request), left, request.concurrency)) as lines,
+                closing(ask_all(partial(_ask, client, options), left, options.concurrency)) as lines,
             ):
                 try:
                     for _, line in lines:
@@ -118,7 +96,7 @@ def generate(
     if left and not counts[ANSWERED]:
         raise EngineFailed(
             f"none of {len(left)} prompts was answered; the last one failed with: {why}",
-            where=request.url,
+            where=client.url,
             fix="Check the address and the model's name; the same command resumes.",
         )
     return counts
@@ -203,7 +181,7 @@ def _begins_answer(cut: bytes) -> bool:
     return rest.startswith(begin) or begin.startswith(rest)
 
 
-def _ask(client: Client, request: GenerateRequest, prompt: Prompt) -> dict[str, Any]:
+def _ask(client: Client, options: GenerateOptions, prompt: Prompt) -> dict[str, Any]:
     line: dict[str, Any] = {"id": prompt.id, "digest": prompt.digest, "category": prompt.category}
     messages: list[dict[str, str]] = []
     reasons: list[str] = []
@@ -211,7 +189,7 @@ def _ask(client: Client, request: GenerateRequest, prompt: Prompt) -> dict[str, 
         messages.append({"role": "user", "content": turn})
         try:
             # As a chat client sends them: without the reasoning of earlier answers.
-            reply = _complete(client, request, [{key: said[key] for key in ("role", "content")} for said in messages])
+            reply = _complete(client, options, [{key: said[key] for key in ("role", "content")} for said in messages])
             answer, reason = _read_answer(reply)
         except ServerUnreachable:  # not this prompt's error: every other prompt would run into the same one
             raise
@@ -242,17 +220,17 @@ def _read_answer(reply: Reply) -> tuple[dict[str, str], str]:
     return answer, reason
 
 
-def _complete(client: Client, request: GenerateRequest, messages: list[dict[str, str]]) -> Reply:
+def _complete(client: Client, options: GenerateOptions, messages: list[dict[str, str]]) -> Reply:
     """Return the server's reply; ask again if it is busy or the connection broke."""
     body = {
-        "model": request.model,
+        "model": client.model,
         "messages": messages,
-        "max_tokens": request.max_tokens,
-        "temperature": request.temperature,
-        "seed": request.seed,
+        "max_tokens": options.max_tokens,
+        "temperature": options.temperature,
+        "seed": options.seed,
     }
     for attempt in itertools.count(1):
-        last, asked_for = attempt >= request.attempts, None
+        last, asked_for = attempt >= ATTEMPTS, None
         try:
             reply = client.send("/v1/chat/completions", body)
             if reply.succeeded:
