@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, model_validator
 
 from ..checkpoint.schema import parse_json
 from ..errors import RequestInvalid
 from ..lines import Part, Result, Table, next_command
-from ..options import Count, Name, Url, argument, option
+from ..options import Name, argument, option
+from ..train.options import SPLIT, TrainOptions
 from .base import Context, Estimate, Operation
 from .reading import Reach, check_data, check_target, check_trusted, refuse_existing_output, serving
 
@@ -22,11 +23,13 @@ if TYPE_CHECKING:
     from ..drafters.spec import HeadSpec
     from ..drafters.vocab import Coverage
     from ..targets.config import TargetConfig
-    from ..train.job import Pace, TrainJob
+    from ..train.job import TrainJob
     from ..train.plan import TrainPlan
 
 # A head's size does not depend on how long it is trained.
 ANY_ROWS = 1 << 20
+# The options that name files.
+OF_FILES = ("data", "held_out", "states")
 NUMBERS = re.compile(r"\d+(,\d+)+")
 
 
@@ -102,7 +105,7 @@ def _describe(coverage: Coverage, draft_vocab: int | None) -> str:
     )
 
 
-class Train(Operation):
+class Train(Operation, TrainOptions):
     """Train an Eagle3 head for TARGET into the new folder OUT, with ModelOpt's Eagle3 module and loss.
 
     --data runs the target during training, whole in each process; with --url and --shared a vLLM runs it, started as
@@ -139,29 +142,6 @@ class Train(Operation):
     set: Annotated[dict[str, Any], BeforeValidator(_settings)] = option(
         {}, "Set a key of the recipe; repeatable.", kind="settings", metavar="KEY=VALUE"
     )
-    data: Name | None = option(
-        None, "Dialogues or texts: a JSONL, or a dataset's Hub id.", kind="file", metavar="FILE|ID"
-    )
-    split: str | None = option(None, "Split of the dataset; train by default.")
-    revision: str | None = option(None, "Revision of the dataset.")
-    held_out: Name | None = option(
-        None, "Evaluation text; by default a fiftieth of --data.", kind="file", metavar="FILE|ID"
-    )
-    states: Name | None = option(None, "Output of kconv states, instead of --data.", kind="file")
-    url: Url | None = option(None, "A vLLM that runs TARGET with hidden-state extraction.")
-    shared: Name | None = option(None, "The folder that this vLLM writes states to.", metavar="DIR")
-    concurrency: Count = option(16, "Requests in flight per process.", metavar="N")
-    init_from: Name | None = option(None, "A head to continue from, in any layout.", kind="checkpoint")
-    save_every: Count = option(200, "Steps between checkpoints.", metavar="STEPS")
-    eval_every: Count = option(200, "Steps between held-out evaluations.", metavar="STEPS")
-    shard: bool = option(False, "Distribute the head over torchrun's processes (FSDP2).")
-    tensorboard: bool = option(False, "Write TensorBoard event files.")
-    rate: Annotated[float, Field(gt=0)] | None = option(
-        None,
-        "Tokens per second of all processes, for --dry-run.",
-        metavar="N",
-    )
-    trust_remote_code: bool = option(False, "Run the tokenizer's own Python code; the target must be pinned.")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -196,24 +176,23 @@ class Train(Operation):
         _processes()
         self._check_recipe(context)
         from ..checkpoint.manifest import read_manifest
-        from ..train.job import Pace, draft_coverage, place
+        from ..train.job import draft_coverage, place
         from ..train.run import train
 
         out = Path(self.out)
-        pace = Pace(self.save_every, self.eval_every, self.shard, self.tensorboard)
         coverage = None
         with serving(context, self.target, self.url, self.shared, self.concurrency) as reach:
-            job = self._job(context, pace, reach)
+            job = self._job(context, reach)
             if place()[0]:
                 # Another process of the run shows the progress.
-                train(job, out, pace)
+                train(job, out, self)
             else:
                 coverage = draft_coverage(job)
                 if coverage:
                     # Checked before hours are spent on a vocabulary that omits too much.
                     context.log(_describe(coverage, job.recipe.draft_vocab))
                 with context.steps("training") as advance:
-                    train(job, out, pace, advance)
+                    train(job, out, self, advance)
         manifest = read_manifest(out)
         line = _describe(coverage, job.recipe.draft_vocab) if coverage else ""
         return Trained(self.out, manifest.layout, manifest.training or {}, coverage, line)
@@ -253,7 +232,7 @@ class Train(Operation):
     ) -> TrainPlan:
         """Plan a run over the number of rows and tokens in `text`."""
         from ..targets.config import read_target_config
-        from ..train.job import Pace, check_processes
+        from ..train.job import check_processes
         from ..train.plan import plan_training
         from ..train.recipe import check_keys, complete, read_recipe_file
 
@@ -263,7 +242,7 @@ class Train(Operation):
         rows, tokens = text(config, values)
         recipe = complete(values, config, rows, self._continued(context) if self.init_from else None)
         # A plan does not depend on whether this machine has the GPUs to distribute over.
-        check_processes(recipe.batch, Pace())
+        check_processes(recipe.batch, shard=False)
         processes = _processes()
         return plan_training(recipe, config, processes=processes, shard=self.shard, text=tokens, rate=self.rate)
 
@@ -315,34 +294,28 @@ class Train(Operation):
             load_tokenizer(folder, trust_remote_code=self.trust_remote_code),
             seq,
             held_out=str(context.path(self.held_out)) if self.held_out else None,
-            split=self.split or "train",
+            split=self.split or SPLIT,
             revision=self.revision,
             pack=pack,
         ).text
         return len(text.ids), text.ids.numel()
 
-    def _job(self, context: Context, pace: Pace, reach: Reach | None) -> TrainJob:
+    def _job(self, context: Context, reach: Reach | None) -> TrainJob:
         from ..checkpoint.manifest import Hints
         from ..convert.opening import open_head
-        from ..train.job import Data, prepare_job
+        from ..train.job import prepare_job
         from ..train.recipe import check_keys, read_recipe_file
 
         values = read_recipe_file(str(context.path(self.recipe))) | self.set
         # Checked before a head is downloaded for it.
         check_keys(values)
-        target, data = context.source(self.target), None
-        if self.data is not None:
-            held_out = str(context.path(self.held_out)) if self.held_out else None
-            data = Data(str(context.path(self.data)), held_out, self.split or Data.split, self.revision)
+        target = context.source(self.target)
+        files = {name: str(context.path(file)) for name in OF_FILES if (file := getattr(self, name))}
+        head = context.source(self.init_from).open_weights() if self.init_from else None
         return prepare_job(
             target,
             values,
-            data=data,
-            states=context.path(self.states) if self.states else None,
+            self.model_copy(update=files),
             connect=reach,
-            init_from=open_head(context.source(self.init_from).open_weights(), None, Hints(), target)
-            if self.init_from
-            else None,
-            pace=pace,
-            trust_remote_code=self.trust_remote_code,
+            init_from=open_head(head, None, Hints(), target) if head else None,
         )

@@ -38,24 +38,8 @@ from ..targets.write_states import SHARD_BYTES, Runner, WantedAnswers, plan_stat
 from .data import Placed, TextRows, map_draft_vocab, place_rows, prepare_dialogues
 from .evaluate import spec_of
 from .feed import Offline, StatesSource, keep_read_again, online_states
+from .options import SPLIT, TrainOptions
 from .recipe import EagleRecipe, check_keys, complete
-
-
-@dataclass(frozen=True)
-class Pace:
-    """How to monitor and save a run; nothing in it changes the resulting head.
-
-    Attributes:
-        save_every: steps between checkpoints.
-        eval_every: steps between evaluations on held-out text; the last step always has one.
-        shard: distribute parameters and optimizer over the processes (FSDP2) instead of copying them to each.
-        tensorboard: write TensorBoard event files.
-    """
-
-    save_every: int = 200
-    eval_every: int = 200
-    shard: bool = False
-    tensorboard: bool = False
 
 
 def place() -> tuple[int, int]:
@@ -63,12 +47,12 @@ def place() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def check_processes(batch: int, pace: Pace) -> None:
+def check_processes(batch: int, *, shard: bool) -> None:
     """Raise RecipeInvalid if this process belongs to a group that cannot share a run.
 
     Args:
         batch: the recipe's, rows.
-        pace: states whether the head is distributed over them.
+        shard: whether the head is distributed over them.
     """
     world = place()[1]
     if batch % world:
@@ -76,7 +60,7 @@ def check_processes(batch: int, pace: Pace) -> None:
             f"a batch of {batch} rows cannot be divided by {world} processes",
             fix="Make batch a multiple of the number of processes.",
         )
-    if pace.shard and not can_shard():
+    if shard and not can_shard():
         refuse_sharding()
 
 
@@ -197,85 +181,60 @@ def job_key(job: TrainJob) -> str:
 
 
 CPU = torch.device("cpu")
-DEFAULT_PACE = Pace()
-
-
-@dataclass(frozen=True)
-class Data:
-    """Dialogues or texts, and the part that is held out.
-
-    Attributes:
-        name: a JSONL file, or a dataset's id.
-        held_out: another one for evaluation; None to hold out a part of `name`.
-        split, revision: of a dataset.
-    """
-
-    name: str
-    held_out: str | None = None
-    split: str = "train"
-    revision: str | None = None
 
 
 def prepare_job(
     target: Source,
     values: Mapping[str, Any],
+    options: TrainOptions,
     *,
-    data: Data | None = None,
-    states: Path | None = None,
     connect: Callable[[TargetConfig, str], Runner] | None = None,
     init_from: Head | None = None,
-    pace: Pace = DEFAULT_PACE,
-    trust_remote_code: bool = False,
 ) -> TrainJob:
     """Return a job from the user's options; checks everything possible before the target is downloaded.
 
     Args:
         target: the target; for a hub id the whole model is downloaded if it is run here, otherwise only its ends.
         values: the recipe, as in `recipe.complete`.
-        data: dialogues or texts to run the target over; either these or `states`.
-        states: a folder that kconv states wrote.
+        options: the data, or the states instead of it, and how to save and watch the run.
         connect: returns the target in a server, from its config and the dtype of its states; None to run it here.
         init_from: a head whose weights training starts from, in any layout.
-        pace: how to monitor and save the run.
-        trust_remote_code: run the tokenizer's own Python code.
 
     Raises:
         ValueError: neither `data` nor `states` is given, or both.
         RecipeInvalid, LayoutCannot, ConfigInvalid: see `check_job`.
         TrainingDataInvalid, StatesInvalid: the data or the states are unusable.
     """
-    if data is not None and states is not None:
+    if (options.data is None) == (options.states is None):
         raise ValueError("give either data or states")
     check_keys(values)
-    check_job(values, read_target_config(target.fetch_config()), init_from, pace)
-    if states is not None:
+    check_job(values, read_target_config(target.fetch_config()), init_from, shard=options.shard)
+    trust_remote_code = options.trust_remote_code
+    if options.states is not None:
         folder = target.fetch_tokenizer()
         tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
-        return offline_job(folder, read_target_config(folder), tokenizer, values, states, init_from, find_ends(target))
-    if data is None:
-        raise ValueError("give either data or states")
+        states, ends = Path(options.states), find_ends(target)
+        return offline_job(folder, read_target_config(folder), tokenizer, values, states, init_from, ends)
     if connect is not None:
         folder = target.fetch_tokenizer()
         tokenizer, config = load_tokenizer(folder, trust_remote_code=trust_remote_code), read_target_config(folder)
         runner = connect(config, config.dtype or "BF16")
-        return streamed_job(folder, config, tokenizer, values, data, runner, init_from, find_ends(target))
+        return streamed_job(folder, config, tokenizer, values, options, runner, init_from, find_ends(target))
     # Checked before it is downloaded or hashed.
     check_memory(target.open_headers(), TORCH[values.get("dtype", EagleRecipe.dtype)])
     folder = target.fetch_model()
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
-    return online_job(folder, read_target_config(folder), tokenizer, values, data, init_from)
+    return online_job(folder, read_target_config(folder), tokenizer, values, options, init_from)
 
 
-def check_job(
-    values: Mapping[str, Any], config: TargetConfig, init_from: Head | None, pace: Pace = DEFAULT_PACE
-) -> None:
+def check_job(values: Mapping[str, Any], config: TargetConfig, init_from: Head | None, *, shard: bool = False) -> None:
     """Raise the errors that a job must fail with whatever its data, since data and weights may take hours.
 
     Args:
         values: the recipe, as in `recipe.complete`.
         config: the target's.
         init_from: a head to continue from.
-        pace: how to monitor and save the run.
+        shard: whether the head is distributed over the processes.
 
     Raises:
         RecipeInvalid: the recipe is invalid, or does not fit the target or the number of processes.
@@ -289,7 +248,7 @@ def check_job(
     if init_from is not None:
         refuse_unstated(init_from.read)
     recipe = complete(values, config, maxsize, init_from.spec if init_from else None)
-    check_processes(recipe.batch, pace)
+    check_processes(recipe.batch, shard=shard)
     choose_layout(spec_of(recipe, config))
 
 
@@ -298,7 +257,7 @@ def online_job(
     config: TargetConfig,
     tokenizer: Tokenizer,
     values: Mapping[str, Any],
-    data: Data,
+    options: TrainOptions,
     init_from: Head | None,
 ) -> TrainJob:
     """Return a job that runs the target over dialogues or texts.
@@ -308,7 +267,7 @@ def online_job(
         config: the target's.
         tokenizer: the target's.
         values: the recipe, as in `recipe.complete`.
-        data: the training data.
+        options: of the training data.
         init_from: a head to continue from.
 
     Raises:
@@ -316,12 +275,12 @@ def online_job(
     """
     check_job(values, config, init_from)
     prepared = prepare_dialogues(
-        data.name,
+        options.data or "",
         tokenizer,
         _seq(values),
-        held_out=data.held_out,
-        split=data.split,
-        revision=data.revision,
+        held_out=options.held_out,
+        split=options.split or SPLIT,
+        revision=options.revision,
         pack=values.get("pack", EagleRecipe.pack),
     )
     recipe = complete(values, config, len(prepared.text.ids), init_from.spec if init_from else None)
@@ -378,7 +337,7 @@ def streamed_job(
     config: TargetConfig,
     tokenizer: Tokenizer,
     values: Mapping[str, Any],
-    data: Data,
+    options: TrainOptions,
     runner: Runner,
     init_from: Head | None,
     ends: Ends | None = None,
@@ -387,7 +346,7 @@ def streamed_job(
 
     Args:
         runner: the target in a server.
-        data: the training data; its `held_out` is ignored.
+        options: of the training data; `held_out` is ignored.
 
     Other arguments as in `offline_job`.
 
@@ -399,7 +358,7 @@ def streamed_job(
     spec, own = init_from.spec if init_from else None, ends or find_ends(Folder(target))
     captured = complete(values, config, maxsize, spec).captured
     checkpoint = Checkpoint(target, config.raw, dict(own.tensors), own.name)
-    wanted = WantedAnswers(data.name, captured, split=data.split, revision=data.revision)
+    wanted = WantedAnswers(options.data or "", captured, split=options.split or SPLIT, revision=options.revision)
     planned = plan_states(runner, checkpoint, config, tokenizer, wanted, SHARD_BYTES)
     served = StreamedStates(planned, runner)
     text, unseen = _place(served, values)

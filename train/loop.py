@@ -25,9 +25,10 @@ from ..errors import RecipeInvalid, TrainingFailed
 from .checkpoints import load_head, load_optimizer, write_head, write_optimizer, writing_checkpoint
 from .evaluate import draft_head, evaluate, head_state
 from .feed import Batch, Feed
-from .job import Pace, refuse_sharding
+from .job import refuse_sharding
 from .module import EagleModel, run_eagle
 from .optimizer import make_optimizer
+from .options import TrainOptions
 from .recipe import EagleRecipe
 
 Progress = Callable[[int, int, float], None]
@@ -43,7 +44,7 @@ class EagleTrainer(Trainer):
         recipe: how to train it.
         feeds: batches for training, and batches for evaluation.
         work: folder of the checkpoints and logs.
-        pace: how often to log, evaluate and save.
+        options: how often to log, evaluate and save.
         progress: called after each step.
     """
 
@@ -54,7 +55,7 @@ class EagleTrainer(Trainer):
         recipe: EagleRecipe,
         feeds: tuple[Feed, Feed],
         work: Path,
-        pace: Pace,
+        options: TrainOptions,
         progress: Progress,
     ) -> None:
         self.recipe, self.spec, self.progress, self.feeds = recipe, spec, progress, feeds
@@ -65,12 +66,12 @@ class EagleTrainer(Trainer):
         self.rate = 0.0
         super().__init__(
             model=model,
-            args=make_arguments(recipe, work, pace),
+            args=make_arguments(recipe, work, options),
             train_dataset=feeds[0],
             eval_dataset=feeds[1],
             data_collator=_only,
         )
-        if pace.shard and not self.is_fsdp_enabled:
+        if options.shard and not self.is_fsdp_enabled:
             refuse_sharding()
         # It would print every log to stdout, which is for results.
         self.remove_callback(PrinterCallback)
@@ -223,13 +224,13 @@ PATIENCE = 6 * 3600
 LAYERS = {"llama": "GqaLayer", "kimik2": "MlaLayer"}
 
 
-def make_arguments(recipe: EagleRecipe, work: Path, pace: Pace) -> TrainingArguments:
+def make_arguments(recipe: EagleRecipe, work: Path, options: TrainOptions) -> TrainingArguments:
     """Return the Trainer's arguments.
 
     Args:
         recipe: the head's.
         work: folder of the checkpoints and logs.
-        pace: how often to log, evaluate and save.
+        options: how often to log, evaluate and save.
 
     Raises:
         RecipeInvalid: the Trainer refuses a value.
@@ -248,13 +249,13 @@ def make_arguments(recipe: EagleRecipe, work: Path, pace: Pace) -> TrainingArgum
             max_grad_norm=1.0,
             seed=recipe.seed,
             save_strategy="steps",
-            save_steps=pace.save_every,
+            save_steps=options.save_every,
             save_total_limit=2,
             eval_strategy="steps",
-            eval_steps=pace.eval_every,
+            eval_steps=options.eval_every,
             logging_steps=max(1, min(10, recipe.steps // 20)),
             logging_nan_inf_filter=False,
-            report_to=["tensorboard"] if pace.tensorboard else [],
+            report_to=["tensorboard"] if options.tensorboard else [],
             disable_tqdm=True,
             log_level="error",
             remove_unused_columns=False,
@@ -264,8 +265,10 @@ def make_arguments(recipe: EagleRecipe, work: Path, pace: Pace) -> TrainingArgum
             ddp_backend="gloo" if "RANK" in os.environ and not cuda else None,
             ddp_find_unused_parameters=False,
             ddp_timeout=PATIENCE,
-            fsdp=pace.shard or None,  # pyright: ignore[reportArgumentType]
-            fsdp_config=sharding | {"transformer_layer_cls_to_wrap": [LAYERS[recipe.decoder]]} if pace.shard else None,
+            fsdp=options.shard or None,  # pyright: ignore[reportArgumentType]
+            fsdp_config=sharding | {"transformer_layer_cls_to_wrap": [LAYERS[recipe.decoder]]}
+            if options.shard
+            else None,
         )
     except ValueError as fault:
         raise RecipeInvalid(

@@ -48,7 +48,6 @@ from .evaluate import draw_curves, spec_of
 from .feed import Feed, Online, Shared, StatesSource, online_states
 from .job import (
     LIBRARIES,
-    Pace,
     TrainJob,
     check_processes,
     check_target,
@@ -60,6 +59,7 @@ from .job import (
 )
 from .loop import EagleTrainer, Progress
 from .module import EagleModel, build_module, export_module, reduce_vocab, save_module
+from .options import DEFAULTS, TrainOptions
 from .recipe import EagleRecipe, check_recipe
 
 LOST = re.compile(r"closed by peer|reset by peer|Broken pipe|Connection refused")
@@ -67,7 +67,7 @@ LOST = re.compile(r"closed by peer|reset by peer|Broken pipe|Connection refused"
 EVAL_BATCHES = 16
 
 
-def train(job: TrainJob, out: Path, pace: Pace = Pace(), progress: Progress = lambda *_: None) -> Path:  # noqa: B008
+def train(job: TrainJob, out: Path, options: TrainOptions = DEFAULTS, progress: Progress = lambda *_: None) -> Path:
     """Train a head, or resume a stopped run.
 
     Under torchrun each process calls this with the same arguments; the first one writes.
@@ -75,7 +75,7 @@ def train(job: TrainJob, out: Path, pace: Pace = Pace(), progress: Progress = la
     Args:
         job: what to train.
         out: the folder to create. Until the run is done, checkpoints are in `.NAME.training` next to it.
-        pace: how to monitor and save the run.
+        options: how to monitor and save the run.
         progress: called after each step.
 
     Raises:
@@ -88,7 +88,7 @@ def train(job: TrainJob, out: Path, pace: Pace = Pace(), progress: Progress = la
         OutputFailed: `out` is not writable, or the disk has no room for a checkpoint.
     """
     check_recipe(job.recipe)
-    check_processes(job.recipe.batch, pace)
+    check_processes(job.recipe.batch, shard=options.shard)
     clear_finished(out)
     refuse_existing(out)
     layout = choose_layout(spec_of(job.recipe, read_target_config(job.target)))
@@ -98,7 +98,7 @@ def train(job: TrainJob, out: Path, pace: Pace = Pace(), progress: Progress = la
         converted = read_provenance(job.init_from.checkpoint.folder).conversion(None, exact=False)
     with hold(out) as work:
         with _others_end():
-            trainer = run(job, work, pace, progress)
+            trainer = run(job, work, options, progress)
         if trainer.accelerator.is_main_process:
             with staged(out) as folder:
                 export = work / "export"
@@ -130,7 +130,7 @@ def _others_end() -> Iterator[None]:
         ) from fault
 
 
-def run(job: TrainJob, work: Path, pace: Pace, progress: Progress) -> EagleTrainer:
+def run(job: TrainJob, work: Path, options: TrainOptions, progress: Progress) -> EagleTrainer:
     """Train to the last step, from the newest earlier checkpoint in `work` if there is one."""
     recipe, (rank, world) = job.recipe, place()
     if not rank:
@@ -149,7 +149,7 @@ def run(job: TrainJob, work: Path, pace: Pace, progress: Progress) -> EagleTrain
         Feed(job.text, batch, states, dtype, text),
         Feed(job.unseen, shown, unseen, dtype, evaluated),
     )
-    trainer = EagleTrainer(model, spec, recipe, feeds, work, pace, progress)
+    trainer = EagleTrainer(model, spec, recipe, feeds, work, options, progress)
     resume = newest(work, recipe.steps)
     trainer.accelerator.wait_for_everyone()
     if trainer.accelerator.is_main_process:
@@ -165,7 +165,7 @@ def run(job: TrainJob, work: Path, pace: Pace, progress: Progress) -> EagleTrain
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     tokens = (recipe.steps - before) * recipe.accumulate * recipe.batch * recipe.seq
     trainer.rate = tokens / (time.monotonic() - begin)
-    if recipe.steps % pace.eval_every:
+    if recipe.steps % options.eval_every:
         trainer.evaluate()
     return trainer
 
@@ -287,7 +287,7 @@ def train_head(
         if is_made(out, job_key(job)):
             return out
         with one_thread(), staged(out) as folder:
-            trainer = run(job, work, Pace(save_every=recipe.steps, eval_every=recipe.steps), progress)
+            trainer = run(job, work, TrainOptions(save_every=recipe.steps, eval_every=recipe.steps), progress)
             leave(job, trainer, work, folder)
         shutil.rmtree(work)
     return out

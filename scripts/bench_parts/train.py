@@ -34,10 +34,10 @@ from kconv.tiny.recipe import DEMO, cache_root
 from kconv.tiny.target import make_target
 from kconv.train.evaluate import spec_of
 from kconv.train.feed import Feed, online_states
-from kconv.train.job import Pace
 from kconv.train.loop import EagleTrainer
 from kconv.train.module import build_module, offline_inputs
 from kconv.train.optimizer import make_optimizer
+from kconv.train.options import TrainOptions
 from kconv.train.recipe import TINY_GQA, TINY_MLA, EagleRecipe
 
 # Kimi-K2's attention over a narrow stream and a small vocabulary, so that a CPU holds it, as its recipe trains it but
@@ -121,7 +121,7 @@ def run_kconv(target: Path, recipe: EagleRecipe, ids: torch.Tensor, clock: Clock
     feed = Feed(ids, mask, recipe.batch, online_states(base, recipe)[0])
     spec = spec_of(recipe, read_target_config(target))
     with tempfile.TemporaryDirectory() as work, suppress(Enough):
-        EagleTrainer(model, spec, recipe, (feed, feed), Path(work), Pace(), clock).train()
+        EagleTrainer(model, spec, recipe, (feed, feed), Path(work), TrainOptions(), clock).train()
     return clock.read()
 
 

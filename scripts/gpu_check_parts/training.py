@@ -49,9 +49,9 @@ def train(bench: Bench, rows: int, seq: int) -> dict[str, Any]:
     from kconv.train.data import Rows
     from kconv.train.evaluate import spec_of
     from kconv.train.feed import Feed
-    from kconv.train.job import Pace
     from kconv.train.loop import EagleTrainer
     from kconv.train.module import build_module
+    from kconv.train.options import TrainOptions
     from kconv.train.plan import plan_training
     from kconv.train.recipe import complete, read_recipe_file
 
@@ -80,8 +80,8 @@ def train(bench: Bench, rows: int, seq: int) -> dict[str, Any]:
         losses.append(loss)
 
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as work:
-        pace = Pace(save_every=10**6, eval_every=10**6)
-        trainer = EagleTrainer(model, spec_of(recipe, config), recipe, feeds, Path(work), pace, progress)
+        options = TrainOptions(save_every=10**6, eval_every=10**6)
+        trainer = EagleTrainer(model, spec_of(recipe, config), recipe, feeds, Path(work), options, progress)
         trainer.train()
         checkpoint = part(lambda: keep(trainer, Path(work)))
     assert all(value == value for value in losses), "a loss is NaN"

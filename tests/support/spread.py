@@ -19,15 +19,16 @@ from kconv.targets.model import load_target
 from kconv.train import job as jobs
 from kconv.train.data import Rows
 from kconv.train.feed import online_states
-from kconv.train.job import Pace, TrainJob
+from kconv.train.job import TrainJob
 from kconv.train.loop import Progress
+from kconv.train.options import TrainOptions
 from kconv.train.recipe import TEST_GQA, TEST_MLA, EagleRecipe
 from kconv.train.run import train
 
 GQA = dataclasses.replace(TEST_GQA, batches=4, steps=12, batch=4, seq=24, warmup=2)
 MLA = dataclasses.replace(TEST_MLA, batches=4, steps=12, batch=4, seq=24, warmup=2, draft_vocab=96)
 BF16 = dataclasses.replace(GQA, optimizer="adamw", lr=3e-3, compute="BF16")
-COPIED = Pace(save_every=5, eval_every=6)
+COPIED = TrainOptions(save_every=5, eval_every=6)
 SPREAD = dataclasses.replace(COPIED, shard=True)
 # Of each head: its recipe, how the processes share it up to step 7, and how behind it.
 HEADS = {
@@ -72,7 +73,7 @@ def make_job(target: Path, recipe: EagleRecipe) -> TrainJob:
     return TrainJob(target, recipe, text, unseen, lambda: online_states(load_target(target, torch.float32), recipe))
 
 
-def run(job: TrainJob, out: Path, pace: Pace, progress: Progress = lambda *_: None) -> None:
+def run(job: TrainJob, out: Path, pace: TrainOptions, progress: Progress = lambda *_: None) -> None:
     # What an earlier run of this process asked accelerate for.
     os.environ.pop("ACCELERATE_USE_FSDP", None)
     train(job, out, pace, progress)

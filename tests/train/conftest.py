@@ -14,7 +14,8 @@ from kconv.targets.model import load_target
 from kconv.train import recipe as recipes
 from kconv.train.data import Rows
 from kconv.train.feed import Kept, Online
-from kconv.train.job import Pace, TrainJob
+from kconv.train.job import TrainJob
+from kconv.train.options import TrainOptions
 from kconv.train.recipe import EagleRecipe
 from kconv.train.run import train, train_head
 
@@ -81,8 +82,8 @@ def make_job(tiny_target, rows):
 @pytest.fixture(scope="session")
 def unstopped(make_job, once) -> Path:
     """Return a GQA head of a run that was not stopped, of checkpoints after five steps and figures after six."""
-    pace = Pace(save_every=5, eval_every=6)
-    return once("unstopped", lambda out: train(make_job(RECIPES["gqa"]), out, pace))
+    options = TrainOptions(save_every=5, eval_every=6)
+    return once("unstopped", lambda out: train(make_job(RECIPES["gqa"]), out, options))
 
 
 @pytest.fixture(scope="session")

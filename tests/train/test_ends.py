@@ -22,7 +22,8 @@ from kconv.targets.model import find_ends, load_ends
 from kconv.targets.states import read_record
 from kconv.targets.tokenizer import load_tokenizer
 from kconv.train.feed import Offline
-from kconv.train.job import Data, job_key, offline_job, prepare_job
+from kconv.train.job import job_key, offline_job, prepare_job
+from kconv.train.options import TrainOptions
 from kconv.train.run import train
 
 from .test_offline import VALUES, store
@@ -172,5 +173,5 @@ def test_a_target_that_does_not_fit_is_refused_before_it_is_read(sharded, tmp_pa
     monkeypatch.setattr("psutil.swap_memory", lambda: type("Swap", (), {"free": 0}))
     before = bytes_read()
     with pytest.raises(TargetTooLarge):
-        prepare_job(Folder(sharded), VALUES, data=Data(str(tmp_path / "data.jsonl")))
+        prepare_job(Folder(sharded), VALUES, TrainOptions(data=str(tmp_path / "data.jsonl")))
     assert bytes_read() - before < 1 << 20

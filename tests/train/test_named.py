@@ -16,7 +16,7 @@ from kconv.engines import BY_NAME
 from kconv.errors import ConfigInvalid, RecipeInvalid
 from kconv.targets.config import TargetConfig, parse_target_config, read_target_config
 from kconv.train.evaluate import spec_of
-from kconv.train.job import Pace, check_job
+from kconv.train.job import check_job
 from kconv.train.recipe import NAMES, TINY_MLA, complete, read_recipe_file
 
 ROWS = 100_000
@@ -151,11 +151,11 @@ def test_a_head_of_another_target_is_refused(kimi, changes):
         complete(read_recipe_file("eagle3-mla"), kimi, ROWS, dataclasses.replace(spec, **changes))
 
 
-@pytest.mark.parametrize(("world", "pace", "message"), [("3", Pace(), "3 processes"), ("2", Pace(shard=True), "GPUs")])
-def test_processes_that_cannot_share_a_run_are_told_before_any_data(kimi, monkeypatch, world, pace, message):
+@pytest.mark.parametrize(("world", "shard", "message"), [("3", False, "3 processes"), ("2", True, "GPUs")])
+def test_processes_that_cannot_share_a_run_are_told_before_any_data(kimi, monkeypatch, world, shard, message):
     monkeypatch.setenv("WORLD_SIZE", world)
     with pytest.raises(RecipeInvalid, match=message):
-        check_job(read_recipe_file("eagle3-mla"), kimi, None, pace)
+        check_job(read_recipe_file("eagle3-mla"), kimi, None, shard=shard)
 
 
 def test_a_head_that_lost_its_theta_is_not_trained_on_with_an_engines_default(tiny_target, tmp_path):

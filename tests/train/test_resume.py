@@ -15,7 +15,7 @@ from support.listing import names
 from kconv.errors import OutputExists, OutputFailed
 from kconv.train import checkpoints, run
 from kconv.train.checkpoints import clear_finished, newest, workplace
-from kconv.train.job import Pace
+from kconv.train.options import TrainOptions
 from kconv.train.recipe import TEST_GQA
 from kconv.train.run import train
 
@@ -43,10 +43,10 @@ def test_a_run_that_stopped_ends_with_the_same_weights(make_job, unstopped, tmp_
         if done == step:
             raise Stopped
 
-    pace = Pace(save_every=5, eval_every=6)
+    options = TrainOptions(save_every=5, eval_every=6)
     with pytest.raises(Stopped):
-        train(make_job(GQA), tmp_path / "head", pace, stop)
-    assert same(weights(train(make_job(GQA), tmp_path / "head", pace)), weights(unstopped))
+        train(make_job(GQA), tmp_path / "head", options, stop)
+    assert same(weights(train(make_job(GQA), tmp_path / "head", options)), weights(unstopped))
 
 
 def test_a_checkpoint_that_was_cut_short_is_not_gone_on_from(make_job, unstopped, tmp_path):
@@ -54,21 +54,24 @@ def test_a_checkpoint_that_was_cut_short_is_not_gone_on_from(make_job, unstopped
         if done == 12:
             raise KeyboardInterrupt
 
-    pace = Pace(save_every=5, eval_every=6)
+    options = TrainOptions(save_every=5, eval_every=6)
     with pytest.raises(KeyboardInterrupt):
-        train(make_job(GQA), tmp_path / "head", pace, stop)
+        train(make_job(GQA), tmp_path / "head", options, stop)
     work = tmp_path / ".head.training"
     assert newest(work, 12) == work / "checkpoint-10"
     (work / "checkpoint-10" / "trainer_state.json").write_text('{"epoch": 2')
     assert newest(work, 12) == work / "checkpoint-5"
-    assert same(weights(train(make_job(GQA), tmp_path / "head", pace)), weights(unstopped))
+    assert same(weights(train(make_job(GQA), tmp_path / "head", options)), weights(unstopped))
 
 
 @pytest.mark.parametrize("save_every", [pytest.param(5, marks=pytest.mark.slow), 10])
 def test_a_run_that_stopped_behind_its_last_step_takes_no_further_one(make_job, tmp_path, monkeypatch, save_every):
     # Under a rate that does not end at 0 a further step would show; the last one is within a pass.
-    recipe, pace = dataclasses.replace(GQA, steps=10, schedule="constant_with_warmup"), Pace(save_every=save_every)
-    wanted = train(make_job(recipe), tmp_path / "unstopped", pace)
+    recipe, options = (
+        dataclasses.replace(GQA, steps=10, schedule="constant_with_warmup"),
+        TrainOptions(save_every=save_every),
+    )
+    wanted = train(make_job(recipe), tmp_path / "unstopped", options)
 
     def fail(*_):
         raise OSError("no space left on device")
@@ -76,9 +79,9 @@ def test_a_run_that_stopped_behind_its_last_step_takes_no_further_one(make_job, 
     with monkeypatch.context() as patch:
         patch.setattr(run, "leave", fail)
         with pytest.raises(OutputFailed, match="no space left"):
-            train(make_job(recipe), tmp_path / "head", pace)
+            train(make_job(recipe), tmp_path / "head", options)
     told = []
-    out = train(make_job(recipe), tmp_path / "head", pace, lambda *step: told.append(step[:2]))
+    out = train(make_job(recipe), tmp_path / "head", options, lambda *step: told.append(step[:2]))
     assert told == [(step, 10) for step in range(10 - save_every + 1, 11)]
     assert same(weights(out), weights(wanted))
 
@@ -88,14 +91,14 @@ def test_a_run_is_gone_on_with_by_as_many_processes(make_job, unstopped, tmp_pat
         if done == 7:
             raise KeyboardInterrupt
 
-    pace = Pace(save_every=5, eval_every=6)
+    options = TrainOptions(save_every=5, eval_every=6)
     with pytest.raises(KeyboardInterrupt):
-        train(make_job(GQA), tmp_path / "head", pace, stop)
+        train(make_job(GQA), tmp_path / "head", options, stop)
     with monkeypatch.context() as patch, pytest.raises(OutputExists, match="had WORLD_SIZE 1, not 2"):
         patch.setenv("WORLD_SIZE", "2")
-        train(make_job(GQA), tmp_path / "head", pace)
+        train(make_job(GQA), tmp_path / "head", options)
     told = []
-    out = train(make_job(GQA), tmp_path / "head", pace, lambda *step: told.append(step[0]))
+    out = train(make_job(GQA), tmp_path / "head", options, lambda *step: told.append(step[0]))
     assert told == list(range(6, 13))
     assert same(weights(out), weights(unstopped))
 
@@ -130,16 +133,16 @@ def test_a_disk_that_fills_at_a_checkpoint_is_named_and_the_run_is_gone_on_with(
             resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
         save(state, file, *more)
 
-    pace = Pace(save_every=5, eval_every=6)
+    options = TrainOptions(save_every=5, eval_every=6)
     try:
         with monkeypatch.context() as patch, pytest.raises(OutputFailed, match="could not be written") as caught:
             patch.setattr(f"kconv.train.checkpoints.{saves[part]}", fill)
-            train(make_job(GQA), tmp_path / "head", pace)
+            train(make_job(GQA), tmp_path / "head", options)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert reached == [part] and "Free some space" in caught.value.fix
     assert newest(work, 12) == work / "checkpoint-5"
-    assert same(weights(train(make_job(GQA), tmp_path / "head", pace)), weights(unstopped))
+    assert same(weights(train(make_job(GQA), tmp_path / "head", options)), weights(unstopped))
     assert names(tmp_path) == ["head"]
 
 
@@ -155,17 +158,17 @@ def test_two_runs_of_one_output_a_long_name_and_a_kill_behind_the_rename(make_jo
     def die(*_: object) -> None:
         raise KeyboardInterrupt
 
-    pace = Pace(save_every=5, eval_every=6)
+    options = TrainOptions(save_every=5, eval_every=6)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         # It is called for the export first, which is not there yet, and behind the rename.
         patch.setattr(
             run, "shutil", SimpleNamespace(move=shutil.move, rmtree=lambda path, **_: path.exists() and die())
         )
-        train(make_job(GQA), out, pace, begin_another)
+        train(make_job(GQA), out, options, begin_another)
     assert len(refused) == 1 and same(weights(out), weights(unstopped))
     assert names(tmp_path) == sorted([out.name, workplace(out).name])
     with pytest.raises(OutputExists, match="already exists"):
-        train(make_job(GQA), out, pace)
+        train(make_job(GQA), out, options)
     assert names(tmp_path) == [out.name]
 
 

@@ -23,7 +23,7 @@ from kconv.errors import LayoutCannot, RecipeInvalid, TrainingFailed
 from kconv.targets.config import read_target_config
 from kconv.train.checkpoints import newest
 from kconv.train.evaluate import spec_of
-from kconv.train.job import Pace
+from kconv.train.options import TrainOptions
 from kconv.train.recipe import TEST_GQA, TEST_MLA
 from kconv.train.run import train
 
@@ -86,7 +86,7 @@ def test_the_prompts_digests_stand_in_the_manifest_alone(make_job, tmp_path):
 def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_last_good_checkpoint(make_job, tmp_path):
     recipe = dataclasses.replace(GQA, lr=1e30, optimizer="adamw")
     with pytest.raises(TrainingFailed, match=r"loss is \w+ at step|hold NaN or Inf after step"):
-        train(make_job(recipe), tmp_path / "head", Pace(save_every=1))
+        train(make_job(recipe), tmp_path / "head", TrainOptions(save_every=1))
     assert not (tmp_path / "head").exists()
     kept = newest(tmp_path / ".head.training", recipe.steps)
     assert kept is not None
@@ -152,7 +152,7 @@ def test_a_head_that_no_engine_could_load_is_refused_before_it_is_trained(make_j
 
 def test_a_head_is_not_copied_in_silence_where_it_was_to_be_spread(make_job, tmp_path):
     with pytest.raises(RecipeInvalid, match="GPUs"):
-        train(make_job(GQA), tmp_path / "head", Pace(shard=True))
+        train(make_job(GQA), tmp_path / "head", TrainOptions(shard=True))
     assert not list(tmp_path.iterdir())
 
 

@@ -28,7 +28,8 @@ from kconv.targets.model import load_target, one_thread
 from kconv.targets.tokenizer import load_tokenizer
 from kconv.targets.write_states import WantedAnswers, write_states
 from kconv.tiny.text import read_corpus
-from kconv.train.job import Data, TrainJob, offline_job, streamed_job
+from kconv.train.job import TrainJob, offline_job, streamed_job
+from kconv.train.options import TrainOptions
 from kconv.train.run import train
 
 from .test_offline import VALUES
@@ -82,7 +83,7 @@ def runner(tiny_target) -> LocalRunner:
 
 def stream(target: Path, data: Path, served: Served | ServedRunner, **values) -> TrainJob:
     config, tokenizer = read_target_config(target), load_tokenizer(target)
-    return streamed_job(target, config, tokenizer, VALUES | values, Data(str(data)), served, None)
+    return streamed_job(target, config, tokenizer, VALUES | values, TrainOptions(data=str(data)), served, None)
 
 
 def test_streamed_and_stored_training_over_the_same_rows_end_with_the_same_weights(tiny_target, data, runner, tmp_path):
