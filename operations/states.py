@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from ..lines import Part, Result
-from ..options import Count, LayerIds, Name, Url, argument, option
+from ..options import Name, argument
+from ..targets.options import StatesOptions
 from .base import Context, Operation
 from .reading import check_data, check_prompts, check_target, check_trusted, refuse_existing_output, serving
 
 if TYPE_CHECKING:
-    from ..targets.config import TargetConfig
     from ..targets.states import StatesRecord
-
-Tokens = Annotated[int, Field(ge=0)]
-Dtype = Literal["F32", "BF16", "F16"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -43,7 +40,7 @@ class StatesWritten(Result):
         )
 
 
-class States(Operation):
+class States(Operation, StatesOptions):
     """Run TARGET on prompts and write the hidden states that an Eagle3 head reads into the new folder OUT.
 
     Each sequence has its token ids, the captured layers' outputs, the state after the final norm, and, for answers and
@@ -75,27 +72,6 @@ class States(Operation):
 
     target: Name = argument("The target: a folder or a Hub id.", kind="checkpoint")
     out: Name = argument("The folder to write; it must not exist.", kind="output")
-    prompts: Name | None = option(None, "Prompts (JSONL).", kind="file")
-    data: Name | None = option(
-        None, "Dialogues or texts: a JSONL, or a dataset's Hub id.", kind="file", metavar="FILE|ID"
-    )
-    split: str | None = option(None, "Split of the dataset; train by default.")
-    revision: str | None = option(None, "Revision of the dataset.")
-    captured: LayerIds | None = option(None, "Layers, as 0-based outputs; by default 1, N//2 - 1, N - 4.", kind="ids")
-    sampled: Tokens = option(0, "Also continue prompts by N sampled tokens.", metavar="N")
-    greedy: Tokens = option(0, "Also continue prompts greedily by N tokens.", metavar="N")
-    prompt_tokens: Count | None = option(None, "Cut prompts to N tokens.", metavar="N")
-    text_tokens: Count | None = option(None, "Cut prompt text or dialogues to N tokens.", metavar="N")
-    chat: bool = option(False, "Apply the target's chat template to prompts.")
-    held_out: bool = option(True, "Leave out the prompts' own text.")
-    seed: int = option(0, "Random seed for sampling.")
-    dtype: Dtype | None = option(None, "Dtype; by default the target's.")
-    shard_mib: Count = option(512, "Maximum size of a file.", metavar="MIB")
-    seq: Count = option(4096, "Tokens of a training row, the recipe's seq.", metavar="N")
-    url: Url | None = option(None, "A vLLM that runs TARGET with hidden-state extraction.")
-    shared: Name | None = option(None, "The folder that this vLLM writes states to.", metavar="DIR")
-    concurrency: Count = option(16, "Requests in flight.", metavar="N")
-    trust_remote_code: bool = option(False, "Run the tokenizer's own Python code; the target must be pinned.")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -137,43 +113,19 @@ class States(Operation):
 
         if self.captured and config:
             check_captured(self.captured, config.layers)
-        from ..targets.write_states import Wanted, WantedAnswers, capture_states
+        from ..targets.write_states import capture_states
 
-        def wanted(config: TargetConfig) -> Wanted | WantedAnswers:
-            captured = self.captured or default_outputs(config.layers)
-            if self.data is not None:
-                return WantedAnswers(
-                    str(context.path(self.data)),
-                    captured,
-                    text_tokens=self.text_tokens,
-                    split=self.split or WantedAnswers.split,
-                    revision=self.revision,
-                )
-            return Wanted(
-                context.path(self.prompts or ""),
-                captured,
-                prompt_tokens=self.prompt_tokens,
-                text_tokens=self.text_tokens,
-                sampled=self.sampled,
-                greedy=self.greedy,
-                held_out=self.held_out,
-                chat=self.chat,
-                seed=self.seed,
-            )
-
+        files = {name: str(context.path(file)) for name in ("prompts", "data") if (file := getattr(self, name))}
         with (
             serving(context, self.target, self.url, self.shared, self.concurrency) as reach,
             context.status("states") as say,
         ):
             record = capture_states(
                 context.source(self.target),
-                wanted,
+                self.model_copy(update=files),
                 Path(self.out),
+                lambda config: self.captured or default_outputs(config.layers),
                 connect=reach,
-                dtype=self.dtype,
-                shard_bytes=self.shard_mib << 20,
-                seq=self.seq,
-                trust_remote_code=self.trust_remote_code,
                 log=say,
             )
         return StatesWritten(self.out, record)

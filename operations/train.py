@@ -15,7 +15,8 @@ from ..checkpoint.schema import parse_json
 from ..errors import RequestInvalid
 from ..lines import Part, Result, Table, next_command
 from ..options import Name, argument, option
-from ..train.options import SPLIT, TrainOptions
+from ..targets.options import SPLIT
+from ..train.options import TrainOptions
 from .base import Context, Estimate, Operation
 from .reading import Reach, check_data, check_target, check_trusted, refuse_existing_output, serving
 

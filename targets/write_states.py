@@ -38,6 +38,7 @@ from .config import TargetConfig, check_captured, read_target_config
 from .dialogues import encode_row, read_rows
 from .forward import LocalRunner
 from .model import check_memory, find_ends, load_target
+from .options import SPLIT, StatesOptions
 from .prompts import Prompt, each_prompt
 from .rows import SEQ, table_entries
 from .states import (
@@ -63,50 +64,6 @@ from .states import (
 from .tokenizer import Tokenizer, load_tokenizer
 
 INT32 = "i"  # of an array
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """The states to create.
-
-    Attributes:
-        prompts: a JSONL of prompts.
-        captured: layers, as outputs of 0-based decoder layers.
-        prompt_tokens: length to which prompts are cut before they are continued; None for whole.
-        text_tokens: length to which the prompts' own text is cut; None for whole.
-        sampled, greedy: tokens to continue each prompt by, at temperature 1 and at 0; 0 for no such sequences.
-        held_out: whether the prompts' own text is run as well.
-        chat: whether prompts go through the chat template.
-        seed: of the sampled continuations.
-    """
-
-    prompts: Path
-    captured: tuple[int, ...]
-    prompt_tokens: int | None = None
-    text_tokens: int | None = None
-    sampled: int = 0
-    greedy: int = 0
-    held_out: bool = True
-    chat: bool = False
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class WantedAnswers:
-    """The states of dialogues to create; dialogues already have their answers.
-
-    Attributes:
-        data: a JSONL file, or a dataset's id; see `targets.dialogues`.
-        captured: layers, as outputs of 0-based decoder layers.
-        text_tokens: length to which dialogues are cut; None for whole.
-        split, revision: of a dataset.
-    """
-
-    data: str
-    captured: tuple[int, ...]
-    text_tokens: int | None = None
-    split: str = "train"
-    revision: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +109,7 @@ def plan_states(
     checkpoint: Checkpoint,
     config: TargetConfig,
     tokenizer: Tokenizer,
-    wanted: Wanted | WantedAnswers,
+    options: StatesOptions,
     shard_bytes: int,
 ) -> PlannedStates:
     """Plan every sequence and shard before running anything.
@@ -164,13 +121,13 @@ def plan_states(
         TrainingDataInvalid: the dialogues cannot be read, or have no answer.
         TargetInvalid: a layer cannot be captured.
     """
-    captured = check_captured(wanted.captured, config.layers)
+    captured = check_captured(options.captured or (), config.layers)
     dtype = runner.dtype
-    if isinstance(wanted, Wanted):
-        rows, prompts = _of_prompts(wanted, tokenizer, config.max_positions)
-        seed, new_tokens = wanted.seed, {"sampled": wanted.sampled, "greedy": wanted.greedy}
+    if options.data is None:
+        rows, prompts = _of_prompts(options, tokenizer, config.max_positions)
+        seed, new_tokens = options.seed, {"sampled": options.sampled, "greedy": options.greedy}
     else:
-        rows, prompts = _of_dialogues(wanted, tokenizer, config.max_positions)
+        rows, prompts = _of_dialogues(options, tokenizer, config.max_positions)
         seed, new_tokens = 0, {}
     record = StatesRecord(
         target=TargetRecord(
@@ -196,27 +153,25 @@ def plan_states(
     return PlannedStates(record, rows, cuts)
 
 
-def _of_prompts(wanted: Wanted, tokenizer: Tokenizer, longest: int) -> tuple[list[Planned], PromptsRecord]:
-    rows = list(_continued(wanted, tokenizer, longest))
+def _of_prompts(options: StatesOptions, tokenizer: Tokenizer, longest: int) -> tuple[list[Planned], PromptsRecord]:
+    file, rows = Path(options.prompts or ""), list(_continued(options, tokenizer, longest))
     if not rows:
-        raise PromptsInvalid(
-            "no prompt gives a sequence of at least two tokens", where=wanted.prompts, fix="Use longer prompts."
-        )
+        raise PromptsInvalid("no prompt gives a sequence of at least two tokens", where=file, fix="Use longer prompts.")
     return rows, PromptsRecord(
-        file=wanted.prompts.name,
-        sha256=file_digest(wanted.prompts),
-        chat=wanted.chat,
-        prompt_tokens=wanted.prompt_tokens,
-        text_tokens=wanted.text_tokens,
+        file=file.name,
+        sha256=file_digest(file),
+        chat=options.chat,
+        prompt_tokens=options.prompt_tokens,
+        text_tokens=options.text_tokens,
     )
 
 
-def _of_dialogues(wanted: WantedAnswers, tokenizer: Tokenizer, longest: int) -> tuple[list[Planned], PromptsRecord]:
-    rows, content = [], hashlib.sha256()
-    for place, (where, row) in enumerate(read_rows(wanted.data, wanted.split, wanted.revision)):
+def _of_dialogues(options: StatesOptions, tokenizer: Tokenizer, longest: int) -> tuple[list[Planned], PromptsRecord]:
+    rows, content, data = [], hashlib.sha256(), options.data or ""
+    for place, (where, row) in enumerate(read_rows(data, options.split or SPLIT, options.revision)):
         samples = list(encode_row(row, tokenizer, where))
         for sample in samples:
-            ids, mask = sample.ids[: wanted.text_tokens].int(), sample.mask[: wanted.text_tokens]
+            ids, mask = sample.ids[: options.text_tokens].int(), sample.mask[: options.text_tokens]
             # Drafting starts after an answer's first token, so a prompt alone teaches nothing.
             if not mask[1:].any():
                 continue
@@ -240,37 +195,37 @@ def _of_dialogues(wanted: WantedAnswers, tokenizer: Tokenizer, longest: int) -> 
             rows.append(Planned(record, array(INT32, ids.numpy().tobytes()), mask.numpy().tobytes()))
     if not rows:
         raise TrainingDataInvalid(
-            "no dialogue has an answer", where=wanted.data, fix="Write the answers with kconv generate first."
+            "no dialogue has an answer", where=data, fix="Write the answers with kconv generate first."
         )
-    file = Path(wanted.data)
+    file = Path(data)
     return rows, PromptsRecord(
-        file=file.name if file.exists() else wanted.data,
+        file=file.name if file.exists() else data,
         sha256=file_digest(file) if file.exists() else content.hexdigest(),
         chat=True,
         dialogues=True,
         prompt_tokens=None,
-        text_tokens=wanted.text_tokens,
+        text_tokens=options.text_tokens,
     )
 
 
-def _continued(wanted: Wanted, tokenizer: Tokenizer, longest: int) -> Iterator[Planned]:
+def _continued(options: StatesOptions, tokenizer: Tokenizer, longest: int) -> Iterator[Planned]:
     """Yield each sequence with its known tokens: all of a held-out text, or the prompt of a continuation."""
     # Encode no more of a prompt than is kept.
     most = (
         None
-        if wanted.prompt_tokens is None or wanted.text_tokens is None
-        else max(wanted.prompt_tokens, wanted.text_tokens)
+        if options.prompt_tokens is None or options.text_tokens is None
+        else max(options.prompt_tokens, options.text_tokens)
     )
-    for prompt in each_prompt(wanted.prompts):
-        ids = tokenizer.encode_chat(prompt.turns[:1], most) if wanted.chat else tokenizer.encode(prompt.turns[0], most)
+    for prompt in each_prompt(Path(options.prompts or "")):
+        ids = tokenizer.encode_chat(prompt.turns[:1], most) if options.chat else tokenizer.encode(prompt.turns[0], most)
         about: dict[str, Any] = {"prompt": prompt.id, "category": prompt.category, "digest": prompt.digest}
-        text = ids[: wanted.text_tokens]
-        if wanted.held_out and len(text) > 1:
+        text = ids[: options.text_tokens]
+        if options.held_out and len(text) > 1:
             _check_length(prompt, len(text), longest)
             record = SequenceRecord(**about, kind="held-out", prompt_length=1, length=len(text))
             yield Planned(record, array(INT32, text))
-        start = ids[: wanted.prompt_tokens]
-        kinds: tuple[tuple[Kind, int], ...] = (("sampled", wanted.sampled), ("greedy", wanted.greedy))
+        start = ids[: options.prompt_tokens]
+        kinds: tuple[tuple[Kind, int], ...] = (("sampled", options.sampled), ("greedy", options.greedy))
         for kind, added in kinds:
             if added and start:
                 length = len(start) + added
@@ -318,14 +273,11 @@ SHARD_BYTES = 512 << 20
 
 def capture_states(
     target: Source,
-    wanted: Callable[[TargetConfig], Wanted | WantedAnswers],
+    options: StatesOptions,
     out: Path,
+    captured: Callable[[TargetConfig], tuple[int, ...]],
     *,
     connect: Callable[[TargetConfig, str], Runner] | None = None,
-    dtype: str | None = None,
-    shard_bytes: int = SHARD_BYTES,
-    seq: int = SEQ,
-    trust_remote_code: bool = False,
     log: Callable[[str], None] = lambda _: None,
 ) -> StatesRecord:
     """Write the hidden states of a target that a user names; it runs here or in a server.
@@ -333,13 +285,10 @@ def capture_states(
     Args:
         target: the target; for a hub id the whole model is downloaded, or only config, tokenizer and output matrix if a
             server runs it.
-        wanted: returns the states to create, from the target's config.
+        options: the states to create.
         out: the folder to create.
+        captured: returns the layers, from the target's config.
         connect: returns the served target, from its config and the dtype of the states; None to load it here.
-        dtype: safetensors name of the dtype for computing and storing; None for the target's own.
-        shard_bytes: limit on a file's size.
-        seq: tokens of a training row, for the tables of rows in the index.
-        trust_remote_code: run the tokenizer's own Python code.
         log: called with progress messages.
 
     Raises:
@@ -348,7 +297,7 @@ def capture_states(
     """
     refuse_existing(out)
     config = read_target_config(target.fetch_config())
-    chosen = dtype or config.dtype or "BF16"
+    chosen = options.dtype or config.dtype or "BF16"
     if connect:
         # For a target that is served elsewhere, only the files that identify it are needed here.
         folder = target.fetch_tokenizer()
@@ -358,7 +307,7 @@ def capture_states(
         check_memory(target.open_headers(), TORCH[chosen])
         folder = target.fetch_model()
         checkpoint = open_checkpoint(folder, source=target.name)
-    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(folder, trust_remote_code=options.trust_remote_code)
     if connect:
         runner = connect(config, chosen)
     else:
@@ -369,10 +318,10 @@ def capture_states(
         checkpoint,
         config,
         tokenizer,
-        wanted(config),
+        options.model_copy(update={"captured": captured(config)}),
         out,
-        shard_bytes=shard_bytes,
-        seq=seq,
+        shard_bytes=options.shard_mib << 20,
+        seq=options.seq,
         advance=lambda progress: log(progress.describe()),
     )
 
@@ -410,7 +359,7 @@ def write_states(
     checkpoint: Checkpoint,
     config: TargetConfig,
     tokenizer: Tokenizer,
-    wanted: Wanted | WantedAnswers,
+    options: StatesOptions,
     out: Path,
     *,
     shard_bytes: int = SHARD_BYTES,
@@ -423,7 +372,7 @@ def write_states(
         runner: the running target; its dtype is that of the states.
         checkpoint, config: the same target's folder and config.
         tokenizer: the target's.
-        wanted: what to write.
+        options: what to write.
         out: the folder to create.
         shard_bytes: limit on a file's size.
         seq: tokens of a training row, for the tables of rows in the index.
@@ -437,7 +386,7 @@ def write_states(
         TargetInvalid: a layer cannot be captured, or a state is NaN or Inf.
     """
     refuse_existing(out)
-    planned = plan_states(runner, checkpoint, config, tokenizer, wanted, shard_bytes)
+    planned = plan_states(runner, checkpoint, config, tokenizer, options, shard_bytes)
     lengths = [row.record.length for row in planned.sequences]
     with partial(out, planned) as folder:
         names = [shard_name(number, len(planned.shards)) for number in range(len(planned.shards))]

@@ -30,15 +30,16 @@ from ..engines.layout import Layout, Limit
 from ..errors import LayoutCannot, RecipeInvalid, StatesInvalid
 from ..targets.config import TargetConfig, read_target_config
 from ..targets.model import Ends, check_memory, find_ends, load_target
+from ..targets.options import SPLIT, StatesOptions
 from ..targets.prompts import KEPT
 from ..targets.states import StatesFolder, StatesRecord, open_states
 from ..targets.stream_states import StreamedStates
 from ..targets.tokenizer import Tokenizer, load_tokenizer
-from ..targets.write_states import SHARD_BYTES, Runner, WantedAnswers, plan_states
+from ..targets.write_states import SHARD_BYTES, Runner, plan_states
 from .data import Placed, TextRows, map_draft_vocab, place_rows, prepare_dialogues
 from .evaluate import spec_of
 from .feed import Offline, StatesSource, keep_read_again, online_states
-from .options import SPLIT, TrainOptions
+from .options import TrainOptions
 from .recipe import EagleRecipe, check_keys, complete
 
 
@@ -358,7 +359,9 @@ def streamed_job(
     spec, own = init_from.spec if init_from else None, ends or find_ends(Folder(target))
     captured = complete(values, config, maxsize, spec).captured
     checkpoint = Checkpoint(target, config.raw, dict(own.tensors), own.name)
-    wanted = WantedAnswers(options.data or "", captured, split=options.split or SPLIT, revision=options.revision)
+    # A recipe may name its layers in any order.
+    asked = {"data": options.data, "captured": captured, "split": options.split, "revision": options.revision}
+    wanted = StatesOptions().model_copy(update=asked)
     planned = plan_states(runner, checkpoint, config, tokenizer, wanted, SHARD_BYTES)
     served = StreamedStates(planned, runner)
     text, unseen = _place(served, values)

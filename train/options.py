@@ -9,9 +9,6 @@ from pydantic import Field
 from ..options import Count, Name, Url, option
 from ..strict import StrictModel
 
-# Of a dataset, if none is named.
-SPLIT = "train"
-
 
 class TrainOptions(StrictModel):
     """What to train on, and how to save and watch a run; the recipe and the target are the rest."""

@@ -19,8 +19,9 @@ from kconv.engines import BY_NAME
 from kconv.targets.config import read_target_config
 from kconv.targets.forward import LocalRunner
 from kconv.targets.model import load_target
+from kconv.targets.options import StatesOptions
 from kconv.targets.tokenizer import load_tokenizer
-from kconv.targets.write_states import Wanted, write_states
+from kconv.targets.write_states import write_states
 from kconv.tiny.text import read_corpus
 
 MLA, GQA = replace(MLA, captured=(1, 3, 5)), replace(GQA, captured=(1, 3, 5))
@@ -268,7 +269,7 @@ def agreeing(tiny_target, tmp_path_factory):
     texts = [text[:300] for text in read_corpus().held_out if len(text) > 300][:8]
     (root / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     runner = Agreeing(load_target(tiny_target, torch.float32), DraftHead(spec, slots))
-    wanted = Wanted(root / "prompts.jsonl", (0, 1, 2, 3, 4, 5, 6), text_tokens=48)
+    wanted = StatesOptions(prompts=str(root / "prompts.jsonl"), captured=(0, 1, 2, 3, 4, 5, 6), text_tokens=48)
     checkpoint, tokenizer = open_checkpoint(tiny_target), load_tokenizer(tiny_target)
     write_states(
         runner, checkpoint, read_target_config(tiny_target), tokenizer, wanted, root / "states", shard_bytes=1 << 30

@@ -14,8 +14,9 @@ from kconv.checkpoint.folder import open_checkpoint
 from kconv.targets.config import read_target_config
 from kconv.targets.forward import LocalRunner
 from kconv.targets.model import load_target
+from kconv.targets.options import StatesOptions
 from kconv.targets.tokenizer import load_tokenizer
-from kconv.targets.write_states import Wanted, write_states
+from kconv.targets.write_states import write_states
 
 
 @pytest.fixture(scope="session")
@@ -32,15 +33,17 @@ def prompts(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def wanted(prompts) -> Wanted:
-    return Wanted(prompts, CAPTURED, prompt_tokens=8, text_tokens=24, sampled=12, greedy=6, seed=3)
+def wanted(prompts) -> StatesOptions:
+    return StatesOptions(
+        prompts=str(prompts), captured=CAPTURED, prompt_tokens=8, text_tokens=24, sampled=12, greedy=6, seed=3
+    )
 
 
 @pytest.fixture(scope="session")
 def write(model, tiny_target):
     """Return a function that writes states of the tiny target."""
 
-    def write(wanted: Wanted, out: Path, shard_bytes: int = 30_000):
+    def write(wanted: StatesOptions, out: Path, shard_bytes: int = 30_000):
         checkpoint, config = open_checkpoint(tiny_target), read_target_config(tiny_target)
         tokenizer = load_tokenizer(tiny_target)
         return write_states(LocalRunner(model), checkpoint, config, tokenizer, wanted, out, shard_bytes=shard_bytes)

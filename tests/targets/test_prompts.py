@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kconv.errors import PromptsInvalid
 from kconv.targets import write_states
+from kconv.targets.options import StatesOptions
 from kconv.targets.prompts import Prompt, digest_prompts, read_prompts
 
 
@@ -96,7 +97,7 @@ def test_a_million_prompts_are_not_held_as_texts(tmp_path):
     words = SimpleNamespace(encode=lambda text, most=None: list(range(20)))
     tracemalloc.start()
     try:
-        rows = list(write_states._continued(write_states.Wanted(file, (1,), greedy=64), words, 4096))
+        rows = list(write_states._continued(StatesOptions(prompts=str(file), captured=(1,), greedy=64), words, 4096))
         held = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()

@@ -19,9 +19,10 @@ from kconv.targets import write_states as writer
 from kconv.targets.config import read_target_config
 from kconv.targets.dialogues import encode_row
 from kconv.targets.forward import LocalRunner, capture
+from kconv.targets.options import StatesOptions
 from kconv.targets.states import open_states
 from kconv.targets.tokenizer import load_tokenizer
-from kconv.targets.write_states import WantedAnswers, write_states
+from kconv.targets.write_states import write_states
 
 SAID = [
     ("What is a list?", "A sequence of values.", "And a dict?", "A mapping from keys to values."),
@@ -72,7 +73,7 @@ class SideBySide:
 
 
 def write(runner, target: Path, dialogues: Path, out: Path, **changes):
-    wanted = WantedAnswers(str(dialogues), CAPTURED, **changes)
+    wanted = StatesOptions(data=str(dialogues), captured=CAPTURED, **changes)
     checkpoint, config = open_checkpoint(target), read_target_config(target)
     return write_states(runner, checkpoint, config, load_tokenizer(target), wanted, out, shard_bytes=30_000)
 

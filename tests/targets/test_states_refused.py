@@ -17,12 +17,12 @@ from kconv.targets.states import CONTENTS, RECORD, open_states
 @pytest.mark.parametrize("captured", [(), (1, 1), (1, 7)])
 def test_layers_that_are_not_there_cannot_be_stored(write, wanted, tmp_path, captured):
     with pytest.raises(TargetInvalid, match="cannot be captured"):
-        write(dataclasses.replace(wanted, captured=captured), tmp_path / "out")
+        write(wanted.model_copy(update={"captured": captured}), tmp_path / "out")
 
 
 def test_prompts_that_do_not_fit_are_refused(write, wanted, tmp_path):
     with pytest.raises(PromptsInvalid, match="but the target accepts"):
-        write(dataclasses.replace(wanted, sampled=10**6), tmp_path / "out")
+        write(wanted.model_copy(update={"sampled": 10**6}), tmp_path / "out")
 
 
 def test_states_that_are_no_numbers_are_refused(write, wanted, model, tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import pytest
@@ -129,7 +128,7 @@ def test_a_run_of_other_settings_is_not_mixed_in(write, wanted, tmp_path, monkey
     with pytest.raises(KeyboardInterrupt):
         write(wanted, tmp_path / "out")
     with pytest.raises(StatesInvalid, match="interrupted run here differs in seed"):
-        write(dataclasses.replace(wanted, seed=4), tmp_path / "out")
+        write(wanted.model_copy(update={"seed": 4}), tmp_path / "out")
 
 
 def test_two_runs_do_not_write_one_folder(write, wanted, tmp_path, monkeypatch):

@@ -15,9 +15,10 @@ from kconv.checkpoint.folder import open_checkpoint
 from kconv.errors import StatesInvalid, TrainingDataInvalid
 from kconv.targets.config import read_target_config
 from kconv.targets.model import one_thread
+from kconv.targets.options import StatesOptions
 from kconv.targets.states import CONTENTS, INDEX, RECORD, open_states
 from kconv.targets.tokenizer import load_tokenizer
-from kconv.targets.write_states import WantedAnswers, write_states
+from kconv.targets.write_states import write_states
 from kconv.tiny.text import read_corpus
 from kconv.train.data import TableRows, place_rows, place_sequences
 from kconv.train.feed import Offline
@@ -56,7 +57,7 @@ def store(target: Path, folder: Path, count: int, **wanted) -> Path:
 def write(target: Path, folder: Path, rows: list[str], seq: int = SEQ, shard_bytes: int = 1 << 20, **wanted) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "dialogues.jsonl").write_text("\n".join(rows) + "\n")
-    asked = WantedAnswers(str(folder / "dialogues.jsonl"), CAPTURED, **wanted)
+    asked = StatesOptions(data=str(folder / "dialogues.jsonl"), captured=CAPTURED, **wanted)
     checkpoint, config = open_checkpoint(target), read_target_config(target)
     torch.manual_seed(0)
     write_states(

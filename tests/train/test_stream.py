@@ -25,8 +25,9 @@ from kconv.serving.states import LATE_SECONDS, ServedRunner
 from kconv.targets.config import read_target_config
 from kconv.targets.forward import LocalRunner
 from kconv.targets.model import load_target, one_thread
+from kconv.targets.options import StatesOptions
 from kconv.targets.tokenizer import load_tokenizer
-from kconv.targets.write_states import WantedAnswers, write_states
+from kconv.targets.write_states import write_states
 from kconv.tiny.text import read_corpus
 from kconv.train.job import TrainJob, offline_job, streamed_job
 from kconv.train.options import TrainOptions
@@ -88,7 +89,7 @@ def stream(target: Path, data: Path, served: Served | ServedRunner, **values) ->
 
 def test_streamed_and_stored_training_over_the_same_rows_end_with_the_same_weights(tiny_target, data, runner, tmp_path):
     config, tokenizer = read_target_config(tiny_target), load_tokenizer(tiny_target)
-    wanted = WantedAnswers(str(data), (1, 3, 5))
+    wanted = StatesOptions(data=str(data), captured=(1, 3, 5))
     # More steps than batches, so that rows are asked for again.
     values = {"pack": True, "kernel": "sdpa", "seq": 64, "steps": 12}
     with one_thread():

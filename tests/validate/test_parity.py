@@ -26,9 +26,10 @@ from kconv.measure.held_out import encode_held_out
 from kconv.targets.config import read_target_config
 from kconv.targets.forward import LocalRunner
 from kconv.targets.model import load_target
+from kconv.targets.options import StatesOptions
 from kconv.targets.states import RECORD, open_states
 from kconv.targets.tokenizer import load_tokenizer
-from kconv.targets.write_states import Wanted, write_states
+from kconv.targets.write_states import write_states
 from kconv.tiny.text import read_corpus
 from kconv.validate.parity import Parity, ParityFound, measure_parity
 
@@ -85,9 +86,9 @@ def spoilt(root, output) -> Head:
 
 @pytest.fixture(scope="module")
 def states(root, tiny_target, prompts) -> Path:
-    wanted = Wanted(
-        prompts,
-        SPEC.captured,
+    wanted = StatesOptions(
+        prompts=str(prompts),
+        captured=SPEC.captured,
         prompt_tokens=PROMPT_TOKENS,
         text_tokens=PROMPT_TOKENS + NEW_TOKENS,
         sampled=NEW_TOKENS,
