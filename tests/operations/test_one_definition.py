@@ -122,3 +122,12 @@ def test_a_wrong_request_is_a_named_error_under_the_options_own_name(name, args,
 
 def test_a_step_is_any_operation():
     assert set(kinds()) == {name.replace("_", "-") for name in OPERATIONS}
+
+
+def test_a_result_is_shown_by_its_own_lines_and_its_repr_is_short(tmp_path):
+    source, out = write_head(tmp_path / "head", by_name("vllm"), GQA, random_slots(GQA)), tmp_path / "out"
+    done = kconv.convert(source, out, to="vllm")
+    assert repr(done) == f"Converted(out='{out}')"
+    checked = kconv.verify(out)
+    said = CliRunner().invoke(main, ["verify", str(out)], catch_exceptions=False)
+    assert said.stdout.splitlines() == list(checked.lines())
