@@ -135,7 +135,8 @@ def prompted_texts(
     split: list[tuple[Part, Tensor]] = [
         (part, group) for part, own in windows.items() if len(own) for group in own.split(ROWS)
     ]
-    parts, groups = [part for part, _ in split], [group for _, group in split]
+    parts: list[Part] = [part for part, _ in split]
+    groups = [group for _, group in split]
     # Checked before running the target for hours.
     check_amount([(len(tokens), context) for tokens in groups], parts, spec, file.name)
     digests = tuple(prompt.digest for prompt in prompts)
