@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..checkpoint.manifest import Hints
+    from ..rule import Rule
     from .captured import Captured
     from .contract import Problems
     from .facts import Fact
@@ -181,7 +182,7 @@ class Drafter:
     looks_like: Callable[[Names], bool] = lambda _: False
     lines: Callable[[Any], dict[str, str]] = lambda _: {}
     norm_fix: str = ""
-    rules: Callable[[], tuple[Any, ...]] = tuple
+    rules: Callable[[], tuple[Rule[Any], ...]] = tuple
     trainer: str = ""
 
     def keys_of(self, spec: Any) -> tuple[Key, ...]:

@@ -90,10 +90,11 @@ def check_head(subject: HeadSubject) -> Iterator[Finding]:
     for finding in run_rules(HEAD_RULES, subject):
         said.add(finding.rule)
         yield finding
-    for engine in engines() if subject.layout is not None and subject.drafter is not None else ():
+    family = subject.layout.drafter if subject.layout is not None else None
+    for engine in engines():
         asked = subject.engines.intersection(engine.runner_names)
-        if asked and not any(layout.drafter is subject.drafter for layout in own_layouts(engine)):
-            what = f"kconv knows no layout of {subject.drafter.title}s for {engine.title}"
+        if family is not None and asked and not any(layout.drafter is family for layout in own_layouts(engine)):
+            what = f"kconv knows no layout of {family.title}s for {engine.title}"
             fix = f"Serve it with an engine that has one, or ask {engine.title}'s makers."
             yield BY_ID["K007"].finding(Found("config.json", what, fix, tuple(sorted(asked))), asked)
     for problem in subject.problems:
