@@ -131,7 +131,7 @@ def test_what_the_command_line_needs_is_light():
 # Where product code outside engines/ names an engine, and why.
 NAMING = {
     "cli/others.py": "the demo's folder for vLLM",
-    "cli/show.py": "the next step after training is to serve the head with vLLM",
+    "operations/train.py": "the next step after training is to serve the head with vLLM",
     "drafters/eagle3.py": "a trainer and an engine with different defaults of one key",
     "pipeline/demo.py": "the demo writes its heads for two engines",
     "train/job.py": "which layout a trained head is written in",
