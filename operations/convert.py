@@ -58,11 +58,14 @@ class Converted(Result):
         if self.size is not None:
             yield f"bytes: {self.size:,}"
         if (figures := self.retention) is not None:
+            against = f"{figures.trained or figures.before:.3f} to {figures.after:.3f}"
             yield (
-                f"approximate: retains {figures.kept:.2%} ± {figures.kept_error:.2%} of the acceptance length "
-                f"({figures.before:.3f} to {figures.after:.3f}, K={figures.steps}, sampled, bonus included) on "
-                f"{figures.sequences} held-out sequences of up to {figures.context} tokens"
+                f"approximate: retains {figures.kept:.2%} ± {figures.kept_error:.2%} of {figures.against} acceptance "
+                f"length ({against}, K={figures.steps}, sampled, bonus included) on {figures.sequences} held-out "
+                f"sequences of up to {figures.context} tokens"
             )
+            if figures.trained:
+                yield f"the original has {figures.before:.3f} without the steps that healed this head"
 
 
 def changes(manifest: Manifest) -> Iterator[str]:
