@@ -258,6 +258,20 @@ def rows_as_stated(spec: Spec) -> float:
     return spec.max_positions
 
 
+@dataclass(frozen=True)
+class Taken:
+    """What an engine takes for a fact that a head's files leave open.
+
+    Attributes:
+        value: returns it for the files' own config, without what the user states; None if it is unknown, or if the
+            engine does not take this config.
+        source: pinned link to the line that decides it.
+    """
+
+    value: Callable[[Config], Any]
+    source: str
+
+
 @dataclass(frozen=True, eq=False)
 class Engine:
     """An engine.
@@ -291,6 +305,7 @@ class Engine:
         null_keys: keys for which it treats null differently from absent.
         rules: its own rules, about `checks.HeadFacts`; one that names no engines concerns all of its runners.
         shared_rules: the ids of kconv's rules about some engines that hold for it.
+        taken: what it takes for a fact (`Drafter.facts`) that a head's files leave open.
     """
 
     name: str
@@ -317,6 +332,7 @@ class Engine:
     null_keys: tuple[NullKey, ...] = ()
     rules: tuple[Rule[Any], ...] = ()
     shared_rules: tuple[str, ...] = ()
+    taken: Mapping[str, Taken] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.runners:

@@ -34,6 +34,7 @@ from .base import (
     Sampling,
     Serving,
     Starter,
+    Taken,
 )  # fmt: skip
 from .checks import HeadFacts, fed_otherwise, other_class
 from .common import (
@@ -56,7 +57,7 @@ from .config import identity, write_keys
 from .counters import NO_DRAFTS, Counters, Counts, PerRequest, Totals, totals
 from .layout import Layout, Limit, Row, TargetFacts, TargetLimit
 from .start_server import start
-from .vllm import FC_WIDTH, NO_NORM, TYPED
+from .vllm import BASE, FC_WIDTH, NO_NORM, TYPED, built_layers
 
 SGLANG_SOURCE = "https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt"
 MLA_LOADER = f"{SGLANG_SOURCE}/models/kimi_k25_eagle3.py"
@@ -602,4 +603,8 @@ ENGINE = Engine(
         # https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/llama_eagle3.py#L173-L175
         NullKey("eagle_config.norm_before_fc", NO_NORM, "normed"),
     ),
+    taken={
+        "rope_theta": BASE,
+        "num_hidden_layers": Taken(built_layers, f"{GQA_LOADER}#L202"),
+    },
 )

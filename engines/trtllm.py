@@ -16,7 +16,7 @@ from ..drafters.yarn import cos_sin_factor, m
 from ..errors import CountersMissing, DefinitionsMixed
 from ..escape import Word, command, terminal
 from ..rule import Found, Rule
-from .base import DRAFT_TOKENS, Capture, Deployment, Engine, Launch, NullKey, Sampling
+from .base import DRAFT_TOKENS, Capture, Deployment, Engine, Launch, NullKey, Sampling, Taken
 from .checks import HeadFacts, first_architecture
 from .common import (
     HIDDEN,
@@ -36,7 +36,7 @@ from .common import (
 from .config import identity, write_keys
 from .counters import SAY_K, Counters, Counts, Totals, totals
 from .layout import Layout, Limit
-from .vllm import FC_WIDTH
+from .vllm import FC_WIDTH, built_layers, default_theta
 
 # Files at one commit each, between 1.3 and 1.4; comments name the lines.
 MODEL = (
@@ -393,4 +393,8 @@ ENGINE = Engine(
         NullKey("eagle_config", "keys are looked up in it"),
         NullKey("eagle_config.next_layer_regular", "later layers are built as wide as layer 0", "deep"),
     ),
+    taken={
+        "rope_theta": Taken(default_theta, f"{ROPE}#L718"),
+        "num_hidden_layers": Taken(built_layers, f"{MODEL}#L701"),
+    },
 )

@@ -16,6 +16,7 @@ from .. import escape
 from ..checkpoint.folder import read_json
 from ..drafters.eagle3 import EAGLE3
 from ..drafters.keys import CONVENTION, IDS, INPUTS, NESTED, TOP
+from ..drafters.rope_keys import DEFAULT_THETA
 from ..drafters.spec import Gqa, HeadSpec, Linear, Mla, Yarn
 from ..errors import AcceptanceInvalid, CountersMissing
 from ..escape import Word
@@ -34,6 +35,7 @@ from .base import (
     Sampling,
     Serving,
     Starter,
+    Taken,
 )  # fmt: skip
 from .checks import HeadFacts, fed_otherwise, is_speculators, other_class
 from .common import (
@@ -338,6 +340,35 @@ TYPED = (
     NullKey("tie_word_embeddings", REFUSED),
     NullKey("use_cache", REFUSED),
 )
+# RoPE's base of other config classes than those of Llama, Qwen3, DeepSeek-V3 and Kimi-K2:
+# https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/gpt_oss/configuration_gpt_oss.py#L36
+# https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/minimax_m2/configuration_minimax_m2.py#L73
+OTHER_BASES = {"gpt_oss": 150000.0, "minimax_m2": 5000000.0}
+
+
+def default_theta(config: Config) -> float:
+    """Return the RoPE base that transformers' config class has for a config without one; SGLang reads it so too."""
+    return OTHER_BASES.get(str(config.get("model_type")), DEFAULT_THETA)
+
+
+def built_layers(config: Config) -> Any:
+    """Return how many decoder layers an engine builds: those stated, or as many as transformers' class has.
+
+    https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/llama/configuration_llama.py#L67
+    https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/deepseek_v3/configuration_deepseek_v3.py#L86
+    """
+    return config.get("num_hidden_layers", 61 if config.get("kv_lora_rank") else 32)
+
+
+def _norms_first(config: Config) -> bool | None:
+    """Return speculators' norm_before_residual; other formats take an absent key for false, as kconv does."""
+    return bool(config.get("norm_before_residual", True)) if "transformer_layer_config" in config else None
+
+
+BASE = Taken(
+    default_theta,
+    "https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/modeling_rope_utils.py#L739",
+)
 FC_WIDTH, NO_NORM = "fc's width is computed from it", "the norm before fc is left out"
 
 CAPTURED_BY_KEYS = "https://github.com/vllm-project/vllm/pull/43671"
@@ -632,4 +663,11 @@ ENGINE = Engine(
         # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/llama_eagle3.py#L184-L188
         NullKey("eagle_config.norm_before_fc", NO_NORM, "normed"),
     ),
+    taken={
+        "rope_theta": BASE,
+        "norm_before_residual": Taken(
+            _norms_first, f"{VLLM_SOURCE}/transformers_utils/configs/speculators/algos.py#L32-L34"
+        ),
+        "num_hidden_layers": Taken(built_layers, f"{MODELS}/llama_eagle3.py#L206"),
+    },
 )

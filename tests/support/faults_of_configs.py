@@ -81,6 +81,7 @@ OF_CONFIGS = (
     Fault("an MLA head without num_key_value_heads, for TensorRT-LLM", "K021", MLA_TRT, put(num_key_value_heads=...)),
     Fault("a dtype that torch has not", "K022", GQA_SGLANG, put(torch_dtype="bf16", dtype="bf16")),
     Fault("num_hidden_layers of the target", "K023", GQA_VLLM, put(num_hidden_layers=36)),
+    Fault("layers that only the option states", "K024", GQA_VLLM, put(num_hidden_layers=36), hints=Hints(layers=1)),
     Fault("a sliding window", "K014", GQA_VLLM, put(sliding_window=4096)),
     Fault("speculators without norm_before_residual", "K015", SPECULATORS, put(norm_before_residual=...)),
     Fault("speculators' root and inner config differ", "K016", SPECULATORS, put(hidden_size=96)),

@@ -154,6 +154,28 @@ def dtype_unknown(subject: HeadSubject) -> Iterator[Found]:
             yield Found(f"config.json: {key}", f"{stated!r} is not one of {', '.join(sorted(DTYPES))}")
 
 
+def taken_otherwise(subject: HeadSubject) -> Iterator[Found]:
+    if subject.layout is None or subject.drafter is None:
+        return
+    inner = subject.config.get(subject.layout.config.nested)
+    written = {**subject.config, **(inner if isinstance(inner, Mapping) else {})}
+    for fact in subject.drafter.facts.values():
+        said = getattr(subject.hints, fact.hint)
+        if said is None or (fact.stated and fact.stated(written)):
+            continue
+        for engine in engines():
+            taken, asked = engine.taken.get(fact.name), subject.engines.intersection(engine.runner_names)
+            value = taken.value(written) if taken and asked else None
+            if taken and value is not None and value != said:
+                commands = ", ".join(f"kconv to-{one.name}" for one in engine.layouts if one.drafter is subject.drafter)
+                yield Found(
+                    f"config.json: {fact.name}",
+                    f"{fact.options(said)}, but {engine.title} takes {value!r} from this config ({taken.source})",
+                    f"Convert the head ({commands} with {fact.options(said)}), which writes it into the config.",
+                    engine.runner_names,
+                )
+
+
 RULES: tuple[Rule[HeadSubject], ...] = (
     Rule(
         "K001",
@@ -357,5 +379,16 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "num_hidden_layers is probably the target's, because the head stores fewer layers. Engines would"
         " build that many and leave them uninitialized.",
         fix="Convert the head with --layers and the number of stored layers; kconv's layouts write it.",
+    ),
+    Rule(
+        "K024",
+        "option-not-in-config",
+        "error",
+        "An option states another value than an engine takes from these files. Engines do not see the option, so the"
+        " folder as it is serves another head than the one that kconv checked.",
+        fix="Convert the head with the option, which writes it into the config.",
+        engines=ENGINES,
+        seen_in="https://github.com/sgl-project/SpecForge/issues/265",
+        check=taken_otherwise,
     ),
 )
