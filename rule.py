@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from .errors import Problem, Severity
 from .lines import Part
@@ -141,3 +141,8 @@ class Rule(Generic[S]):
         engines = ", ".join(self.engines) or "all"
         facts = {"fix": self.fix, "engines": engines, "releases": self.versions, "seen in": self.seen_in}
         yield from (f"  {name}: {fact}" for name, fact in facts.items() if fact)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what is known about it, as one JSON object."""
+        told = ("name", "severity", "sentence", "fix", "engines", "versions", "seen_in")
+        return {"rule": self.id} | {name: getattr(self, name) for name in told}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args, get_origin
 
 import click
@@ -18,21 +18,38 @@ from ..options import flag, marks
 from .group import Command, OneOf
 from .progress import Terminal
 
+JSON_ASKED = f"{__name__}.json_asked"
+
 
 def _explain(context: click.Context, _: click.Parameter, wanted: str | None) -> None:
     if wanted is None or context.resilient_parsing:
         return
     from ..validate.rules.table import all_rules, find_rule, list_rules
-    from .show import show_lines
+    from .show import print_json, show_lines
 
-    show_lines([list_rules(all_rules())] if wanted == "all" else find_rule(wanted).lines())
+    wants_all = wanted == "all"
+    if context.meta[JSON_ASKED]:
+        every = [rule.to_json() for rule in all_rules().values()] if wants_all else []
+        print_json({"rules": every} if wants_all else find_rule(wanted).to_json())
+    else:
+        show_lines([list_rules(all_rules())] if wants_all else find_rule(wanted).lines())
     context.exit()
+
+
+class Explain(click.Option):
+    """An option that needs no argument of its command, but must know whether --json stands anywhere behind it."""
+
+    def handle_parse_result(
+        self, ctx: click.Context, opts: Mapping[str, Any], args: list[str]
+    ) -> tuple[Any, list[str]]:
+        ctx.meta[JSON_ASKED] = bool(opts.get("as_json"))
+        return super().handle_parse_result(ctx, opts, args)
 
 
 # Options of a command in addition to its operation's.
 EXTRA: dict[str, tuple[click.Parameter, ...]] = {
     "validate": (
-        click.Option(
+        Explain(
             ["--explain"],
             metavar="RULE",
             callback=_explain,

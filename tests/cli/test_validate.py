@@ -19,6 +19,7 @@ from support.published import CAPTURED, EAGLE3, RESIDUAL, THETA
 
 from kconv.cli import main
 from kconv.validate.report import Report
+from kconv.validate.rules.table import all_rules
 
 
 def kconv(*arguments: object):
@@ -227,6 +228,28 @@ def test_all_rules_are_listed():
     assert shown.exit_code == 0
     lines = shown.stdout.splitlines()
     assert len(lines) > 100 and any(line.split()[:2] == ["K133", "lm-head-random"] for line in lines)
+
+
+@pytest.mark.parametrize("words", [("--explain", "K133", "--json"), ("--json", "--explain", "lm-head-random")])
+def test_a_rule_is_one_json_object(words):
+    rule = all_rules()["K133"]
+    shown = kconv("validate", *words)
+    assert shown.exit_code == 0 and shown.stderr == ""
+    assert json.loads(shown.stdout) == {
+        "rule": "K133",
+        "name": "lm-head-random",
+        "severity": "error",
+        "sentence": rule.sentence,
+        "fix": rule.fix,
+        "engines": ["sglang"],
+        "versions": rule.versions,
+        "seen_in": rule.seen_in,
+    }
+
+
+def test_every_rule_is_in_one_json_object():
+    told = json.loads(kconv("validate", "--json", "--explain", "all").stdout)
+    assert [rule["rule"] for rule in told["rules"]] == list(all_rules())
 
 
 def test_a_rule_that_does_not_exist_is_a_named_fault():
