@@ -10,6 +10,7 @@ https://github.com/pytorch/pytorch/blob/v2.13.0/torch/serialization.py
 
 from __future__ import annotations
 
+import io
 import pickletools
 import struct
 import zipfile
@@ -21,8 +22,11 @@ from typing import Any, NamedTuple, cast
 from ..errors import CorruptHeader, NotACheckpoint
 from .header import BITS, MAX_DIMS, TensorInfo
 
-# Limit on the pickle's bytes; a tensor takes about 300.
-MAX_PICKLE = 8 << 20
+# Limits on the pickle's bytes and steps; a tensor takes about 300 and 50. A step of one byte makes an object of up to
+# 130 bytes.
+MAX_PICKLE, MAX_STEPS = 8 << 20, 1 << 19
+# Limit on the archive's list of members, which Python reads at once; a member takes about 100 bytes, and 700 in memory.
+MAX_DIRECTORY = 1 << 20
 # The file names that transformers and engines look for.
 PICKLE = "pytorch_model*.bin"
 BY_HAND = (
@@ -48,6 +52,17 @@ LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 class Refused(ValueError):
     """A step or a name that torch.save does not write for tensors."""
+
+
+class _Bounded(io.BufferedReader):
+    """A file of which `zipfile` reads no more than `most` bytes at once, whatever sizes it states."""
+
+    most = MAX_DIRECTORY
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is not None and size > self.most:
+            raise Refused("its archive's directory is too large")
+        return super().read(size)
 
 
 class Storage(NamedTuple):
@@ -131,7 +146,8 @@ def read_pickle(file: Path) -> Any:
     if not file.is_file():
         raise NotACheckpoint(f"{file.name} is not a regular file", where=file, fix="Check the path and its links.")
     try:
-        with zipfile.ZipFile(file) as archive, file.open("rb") as opened:
+        with _Bounded(io.FileIO(file)) as bounded, zipfile.ZipFile(bounded) as archive, file.open("rb") as opened:
+            bounded.most = MAX_PICKLE
             # Checked before reading: compressed data may grow a thousandfold.
             members = {member.filename: member for member in archive.infolist()}
             [pickled] = [name for name in members if name.endswith("/data.pkl")]
@@ -176,7 +192,9 @@ def _follow(data: bytes, find: Callable[[str], tuple[int, int]]) -> Any:
     marks: list[int] = []
     memo: dict[int, Any] = {}
     # Reads nothing beyond `data`, whatever lengths it states.
-    for code, argument, _ in pickletools.genops(data):
+    for count, (code, argument, _) in enumerate(pickletools.genops(data)):
+        if count == MAX_STEPS:
+            raise Refused(f"it has more than {MAX_STEPS:,} steps")
         step, value = code.name, cast(Any, argument)
         if step in VALUES:
             stack.append(value)

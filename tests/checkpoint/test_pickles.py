@@ -3,6 +3,8 @@
 import json
 import os
 import resource
+import struct
+import tracemalloc
 import zipfile
 from collections import OrderedDict
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from kconv.checkpoint.folder import open_checkpoint
-from kconv.checkpoint.pickles import read_pickle_header
+from kconv.checkpoint.pickles import MAX_PICKLE, read_pickle_header
 from kconv.checkpoint.tensors import read_tensor
 from kconv.errors import CorruptHeader, NotACheckpoint
 
@@ -125,6 +127,34 @@ def test_a_pickle_of_other_steps_is_refused(tmp_path, steps):
         new.writestr("archive/data.pkl", b"\x80\2" + steps)
     with pytest.raises(NotACheckpoint):
         open_checkpoint(folder)
+
+
+def _dicts(folder):
+    with zipfile.ZipFile(folder / "pytorch_model.bin", "w") as new:
+        new.writestr("archive/data.pkl", b"\x80\2]" + b"(" + b"}" * (MAX_PICKLE - 8) + b"e.")
+
+
+def _members(folder):
+    """300,000 members of no bytes, all in one place, in a list of 14 MiB."""
+    names = [f"{number:06}".encode() for number in range(300_000)]
+    listed = b"".join(struct.pack("<4s24xH16x", b"PK\1\2", len(name)) + name for name in names)
+    end = struct.pack("<4s4xHHIIH", b"PK\5\6", 0, 0, len(listed), 0, 0)
+    (folder / "pytorch_model.bin").write_bytes(listed + end)
+
+
+@pytest.mark.parametrize(
+    "write, why", [(_dicts, "more than 524,288 steps"), (_members, "directory is too large")], ids=["steps", "members"]
+)
+def test_what_makes_many_objects_of_few_bytes_is_refused_before_it_does(tmp_path, write, why):
+    folder = save(tmp_path / "head", TENSORS)
+    write(folder)
+    tracemalloc.start()
+    try:
+        with pytest.raises(NotACheckpoint, match=why):
+            open_checkpoint(folder)
+        assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_tensor_outside_its_storage_is_refused(tmp_path):
