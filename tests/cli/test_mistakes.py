@@ -24,6 +24,7 @@ from support.published import EAGLE3
 
 import kconv
 from kconv.cli import main
+from kconv.train.recipe import OTHER_KEYS
 
 RECIPE = {"name": "mine", "steps": {"vllm": {"do": "convert", "head": "head", "to": "vllm"}}}
 # What takes as long to load as everything else together.
@@ -303,6 +304,14 @@ def test_a_mistake_is_named(folder, monkeypatch, command, code, named):
     said = [line for line in done.stderr.splitlines() if line.lower().startswith("error: ")]
     assert len(said) == 1 and len(said[0]) < 400, done.stderr
     assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize("other, own", OTHER_KEYS.items())
+def test_what_another_trainer_calls_a_key_is_translated(folder, monkeypatch, other, own):
+    monkeypatch.chdir(folder)
+    words = f"train target out --recipe eagle3-mla --data prompts.jsonl --set {other}=1"
+    done = CliRunner().invoke(main, shlex.split(words))
+    assert done.exit_code == 1 and f"'{other}'; did you mean {own}?" in done.stderr, done.stderr
 
 
 REFUSED_EARLY = {
