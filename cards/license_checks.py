@@ -39,7 +39,9 @@ from .licenses import (
 NVIDIA_HEAD = re.compile(r"nvidia/.+-eagle3(-v\d+)?", re.IGNORECASE)
 # How a finding is resolved whose file kconv card writes.
 AGAIN = "Write the card again: kconv card DIR --force."
-COMPLETE = "Copy the complete file."
+WITH_TEXT = "kconv card DIR --force --license-file {}"
+NAMED = f"{WITH_TEXT.format('FILE')} --license ID"
+COMPLETE = f"Copy the complete file: {WITH_TEXT.format('FILE')}."
 OF_NVIDIA = LICENSES["nvidia-open-model-license"]
 # Datasets whose prompts belong to others, and the files that contain prompts.
 PROMPT_FILES = (".jsonl", ".parquet")
@@ -146,11 +148,11 @@ def _front(folder: LicensedFolder) -> Iterator[Found]:
     elif front.license == "other":
         for key in ("license_name", "license_link"):
             if not getattr(front, key):
-                yield Found(CARD, f"license: other without {key}", "Name the license and add its text.")
+                yield Found(CARD, f"license: other without {key}", f"Name it and add its text: {NAMED}.")
     link = front.license_link
     if link and "://" not in link and not (folder.path / link).is_file():
         message = f"license_link points to {link}, which does not exist"
-        yield Found(CARD, message, "Put the license's text there.")
+        yield Found(CARD, message, f"Put the license's text there, or write the card again with it: {NAMED}.")
 
 
 def _target(folder: LicensedFolder) -> Iterator[Found]:
@@ -170,7 +172,9 @@ def _target(folder: LicensedFolder) -> Iterator[Found]:
     name = attribution_in(text.text) if text else folder.facts.license.attribution
     if license.attribution and (not name or f'"{name}"' not in folder.notice):
         said = f'"{name}"' if name else "the name that the target's license requires"
-        unknown = "Write the card again with the license's text, which has the name, as for the finding above."
+        unknown = (
+            f"Write the card again with the license's text, which has the name: {WITH_TEXT.format(TARGET_LICENSE)}."
+        )
         message = f"it does not say that large products show {said}"
         yield Found(NOTICE, message, AGAIN if name else unknown, severity=severity)
 
