@@ -174,7 +174,7 @@ TRTLLM = Layout(
             "Convert it with --dtype bfloat16 (before --attention, if you use both), or for vLLM or SGLang.",
             # In forward_absorption_generation. The parts of kv_b_proj have the config's dtype, unless they are FP8 in
             # blocks, for which create_weights asserts bfloat16 on Blackwell.
-            f"{MLA_MODULE}#L1465-L1520",
+            MLA_MODULE,
         ),
         Limit(
             "K343",
