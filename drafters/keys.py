@@ -142,7 +142,8 @@ def _is_int(value: Any) -> bool:
 
 ABSENT = object()
 # Limits that no head ever exceeded: a larger value is a mistake or an attack.
-MAX_VOCAB, LEAST_POSITIONS, MAX_EPS = 1 << 24, 8, 0.1
+# Engines add epsilon in fp32, in which 1e-38 and less is zero.
+MAX_VOCAB, LEAST_POSITIONS, MIN_EPS, MAX_EPS = 1 << 24, 8, 1e-30, 0.1
 # Far above any draft head; each layer's tensors are listed one by one, so a billion layers would never end.
 MAX_LAYERS = 1000
 KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
@@ -154,7 +155,10 @@ KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         lambda v: _is_int(v) and LEAST_POSITIONS <= v < 2**31,
         f"a context of {LEAST_POSITIONS} tokens or more",
     ),
-    "fraction": (lambda v: isinstance(v, (int, float)) and 0 < v <= MAX_EPS, f"a number between 0 and {MAX_EPS}"),
+    "fraction": (
+        lambda v: isinstance(v, (int, float)) and MIN_EPS <= v <= MAX_EPS,
+        f"a number between {MIN_EPS:g} and {MAX_EPS}",
+    ),
     "flag": (lambda v: isinstance(v, bool), "true or false"),
     # Some configs use -1 for none.
     "token": (

@@ -35,6 +35,7 @@ def test_a_count_that_is_none_is_named(key, value):
 
 WRONG = {
     "eps of nought": {"rms_norm_eps": 0},
+    "eps that is nought in fp32": {"rms_norm_eps": 1e-300},
     "eps above one": {"rms_norm_eps": 1.5},
     "eps as a text": {"rms_norm_eps": "1e-5"},
     "a flag as a number": {"norm_before_residual": 1},

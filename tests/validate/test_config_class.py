@@ -30,7 +30,7 @@ def check(rule: str, base: Good, change: Change, folder: Path, engines: tuple[st
     return [finding for finding in validate(Folder(head), fault.wish(head)).findings if finding.rule == rule]
 
 
-@pytest.mark.parametrize("stated", [..., None, 3])
+@pytest.mark.parametrize("stated", [..., None, 3, "", "F8", "kimi_k2\0", ["kimi_k2"]])
 def test_a_head_that_no_class_is_chosen_for_is_found(stated: Any, tmp_path: Path):
     from transformers import AutoConfig
 

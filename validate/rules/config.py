@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -126,13 +127,15 @@ DTYPES = frozenset("bfloat16 float16 half float32 float float64 double".split())
 # Default number of heads of an MLA config's class; the engines say which keys they read:
 # https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/deepseek_v3/configuration_deepseek_v3.py#L87-L88
 DEFAULT_HEADS = 128
+# Every name in transformers' registry is of this form, but for one old one of another kind of model.
+MODEL_TYPE = re.compile(r"[a-z0-9._-]+")
 HEAD_KEYS: Mapping[str, tuple[str, ...]] = readers(lambda engine: engine.head_counts)
 
 
 def model_type_unstated(subject: HeadSubject) -> Iterator[Found]:
     # vLLM recognizes speculators' format by another key, and the other engines do not read that format.
     stated = subject.config.get("model_type")
-    if not is_speculators(subject) and not isinstance(stated, str):
+    if not is_speculators(subject) and not (isinstance(stated, str) and MODEL_TYPE.fullmatch(stated)):
         yield Found("config.json: model_type", "the key is absent or null" if stated is None else f"{stated!r}")
 
 
@@ -341,8 +344,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K020",
         "model-type-unstated",
         "error",
-        "The config states no model_type. transformers needs it to choose the config class, so no engine can"
-        " open the head.",
+        "The config states no model_type, or none that can be one. transformers needs it to choose the config class, so"
+        " no engine can open the head.",
         fix="Set model_type to llama, or to kimi_k2 for an MLA head. kconv's conversions do this.",
         engines=ENGINES,
         seen_in="https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/auto/"
