@@ -116,7 +116,8 @@ def gather(
     texts = find_texts([source, *([target] if target else [])], given)
     unstated = unstated_text(source, (facts.license.id, facts.license.target))
     # A quantized target is its own target.
-    own_code = needs_code(_config(folder if is_target(manifest) else target), _config(folder) or {})
+    of_the_target = _config(folder if is_target(manifest) else target)
+    own_code = needs_code(of_the_target, _config(folder) or {}, facts.base_model or "")
     return Evidence(folder, facts, manifest, report, tuple(acceptance), own_code, texts, unstated)
 
 

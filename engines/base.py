@@ -114,15 +114,18 @@ class Deployment:
     arguments: tuple[str, ...] = ()
 
 
-def needs_code(target: Config | None, head: Config) -> bool:
+def needs_code(target: Config | None, head: Config, name: str = "") -> bool:
     """Return whether serving a head runs code from the target's folder.
 
     Args:
-        target: the target's config.json, which names its code in `auto_map`; None if unknown: then the head's
-            model_type decides. Where that is another model's, an engine refuses such a target and names the option.
+        target: the target's config.json, which names its code in `auto_map`; None if unknown: then its name or the
+            head's model_type decides. Where neither shows it, an engine refuses such a target and names the option.
         head: the head's config.json.
+        name: the target's hub id, if it is stated.
     """
-    return bool(target.get("auto_map")) if target is not None else head.get("model_type") in OF_TARGETS_WITH_CODE
+    if target is not None:
+        return bool(target.get("auto_map"))
+    return head.get("model_type") in OF_TARGETS_WITH_CODE or name.rpartition("/")[2].lower().startswith("kimi-k2")
 
 
 @dataclass(frozen=True)

@@ -257,8 +257,9 @@ def test_a_notice_is_one_line_for_each_thing_that_a_manifest_says(output, field)
 
 
 def test_a_card_trusts_only_a_target_with_code_of_its_own(portable, tmp_path):
-    def command(folder: Path, target: Path | None) -> str:
-        commands = fences(make_card(gather(folder, None, Facts(name="org/head"), target=target)).text, "bash")
+    def command(folder: Path, target: Path | None, base: str | None = None) -> str:
+        facts = Facts(name="org/head", base_model=base)
+        commands = fences(make_card(gather(folder, None, facts, target=target)).text, "bash")
         return next(command for command in commands if command.startswith("vllm"))
 
     plain, coded = tmp_path / "plain", tmp_path / "coded"
@@ -269,3 +270,5 @@ def test_a_card_trusts_only_a_target_with_code_of_its_own(portable, tmp_path):
     execute(plan(read_head(open_checkpoint(source)), by_name("vllm")), tmp_path / "gqa")
     asked = [(portable, None), (portable, plain), (tmp_path / "gqa", None), (tmp_path / "gqa", coded)]
     assert ["--trust-remote-code" in command(*one) for one in asked] == [True, False, False, True]
+    assert "--trust-remote-code" in command(tmp_path / "gqa", None, "moonshotai/Kimi-K2.6")
+    assert "--trust-remote-code" not in command(tmp_path / "gqa", None, "meta-llama/Llama-3.1-8B-Instruct")

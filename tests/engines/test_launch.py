@@ -69,17 +69,20 @@ CODE = {"auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
 
 
 @pytest.mark.parametrize(
-    ("target", "head", "needs"),
+    ("target", "head", "name", "needs"),
     [
-        (CODE, {"model_type": "llama"}, True),
-        ({"model_type": "llama"}, {"model_type": "kimi_k2"}, False),
-        (None, {"model_type": "kimi_k2"}, True),
-        (None, {"model_type": "llama"}, False),
-        (None, {"model_type": ["kimi_k2"]}, False),
+        (CODE, {"model_type": "llama"}, "", True),
+        ({"model_type": "llama"}, {"model_type": "kimi_k2"}, "", False),
+        ({"model_type": "llama"}, {"model_type": "llama"}, "moonshotai/Kimi-K2.6", False),
+        (None, {"model_type": "kimi_k2"}, "", True),
+        (None, {"model_type": "llama"}, "", False),
+        (None, {"model_type": "llama"}, "moonshotai/Kimi-K2.6", True),
+        (None, {"model_type": "llama"}, "kimi-k2/Llama-3.1-8B", False),
+        (None, {"model_type": ["kimi_k2"]}, "", False),
     ],
 )
-def test_only_a_target_with_code_of_its_own_is_trusted(target, head, needs):
-    assert needs_code(target, head) == needs
+def test_only_a_target_with_code_of_its_own_is_trusted(target, head, name, needs):
+    assert needs_code(target, head, name) == needs
     text = launch_files(MLA, "portable", Deployment(own_code=needs))
     assert ["--trust-remote-code" in text[name] for name in ("serve-vllm.sh", "serve-sglang.sh")] == [needs] * 2
     assert ("--trust_remote_code" in text["serve-trtllm.yaml"]) == needs
