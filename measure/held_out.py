@@ -134,7 +134,7 @@ def _records(head: Path, calibrated_on: Sequence[Path]) -> Iterator[Path]:
         yield manifest
     for path in calibrated_on:
         found = [path / name for name in (RECORD, MANIFEST) if (path / name).exists()] if path.is_dir() else [path]
-        # A record of states lists its prompts in a file beside it, unless it is an older one.
+        # A record of states lists its prompts in a file beside it.
         beside = [file.with_name(CONTENTS) for file in found]
         found = [
             listed if file.name == RECORD and listed.exists() else file

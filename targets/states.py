@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
     import torch
 
 RECORD, CONTENTS, INDEX = "states.json", "sequences.json", "index.safetensors"
-# How states.json begins that lists all sequences, as it once did.
-LISTED = re.compile(rb'\A\s*\{\s*"schema"\s*:\s*1\b')
 AGAIN = "Fetch it again, or create the states again."
 Kind = Literal["held-out", "sampled", "greedy", "dialogue"]
 DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
@@ -170,21 +167,7 @@ class ContentsRecord(StrictModel):
         return self.model_dump_json(indent=1) + "\n"
 
 
-class _OriginRecord(StrictModel):
-    """What a folder of hidden states comes from."""
-
-    schema_version: int = Field(alias="schema")
-    kconv: str = Field(default_factory=lambda: version("kconv"))
-    target: TargetRecord
-    captured: tuple[int, ...]
-    dtype: Literal["F32", "BF16", "F16"]
-    prompts: PromptsRecord
-    tokenizer: dict[str, str]
-    seed: int
-    new_tokens: dict[Kind, int]
-
-
-class StatesRecord(_OriginRecord):
+class StatesRecord(StrictModel):
     """A folder of hidden states; the schema of states.json.
 
     Attributes:
@@ -202,10 +185,18 @@ class StatesRecord(_OriginRecord):
         sha256: over the shards' sha256, in order.
         contents: the file that describes each sequence and shard.
         index: the file with tokens, masks and tables of training rows.
-        rows: these tables; None in folders of older versions.
+        rows: these tables; None in the plan of a run that can be resumed.
     """
 
-    schema_version: Literal[2] = Field(default=2, alias="schema")  # pyright: ignore[reportIncompatibleVariableOverride]
+    schema_version: Literal[2] = Field(default=2, alias="schema")
+    kconv: str = Field(default_factory=lambda: version("kconv"))
+    target: TargetRecord
+    captured: tuple[int, ...]
+    dtype: Literal["F32", "BF16", "F16"]
+    prompts: PromptsRecord
+    tokenizer: dict[str, str]
+    seed: int
+    new_tokens: dict[Kind, int]
     sequences: dict[Kind, int]
     tokens: int
     shards: int = 0
@@ -225,15 +216,6 @@ class StatesRecord(_OriginRecord):
         return self.model_dump_json(indent=1, by_alias=True) + "\n"
 
 
-class ListedRecord(_OriginRecord):
-    """The schema of older folders' states.json, which lists all sequences and shards."""
-
-    schema_version: Literal[1] = Field(alias="schema")  # pyright: ignore[reportIncompatibleVariableOverride]
-    sequences: tuple[SequenceRecord, ...]
-    shards: tuple[ShardRecord, ...]
-    index: FileRecord | None = None
-
-
 def count_kinds(sequences: Iterable[SequenceRecord]) -> dict[Kind, int]:
     """Return how many sequences there are of each kind."""
     return dict(Counter(sequence.kind for sequence in sequences))
@@ -251,37 +233,11 @@ def read_record(folder: Path) -> StatesRecord:
     Raises:
         StatesInvalid: it is missing or does not match the schema.
     """
-    return _read_record(folder)[0]
-
-
-def _read_record(folder: Path) -> tuple[StatesRecord, ContentsRecord | None]:
-    """Read states.json, and of an older folder what it lists there."""
-    file, fix = folder / RECORD, "Create the states again with this kconv."
     missing = StatesInvalid(f"{folder} holds no {RECORD}", where=folder, fix="Create it with kconv states.")
-    what = "record of kconv states"
-    if not _is_listed(file):
-        return load_json(StatesRecord, file, StatesInvalid, what=what, fix=fix, missing=missing), None
-    listed = load_json(ListedRecord, file, StatesInvalid, what=what, fix=fix, missing=missing)
-    contents = ContentsRecord(sequences=listed.sequences, shards=listed.shards)
-    told = {name: getattr(listed, name) for name in _OriginRecord.model_fields if name != "schema_version"}
-    record = StatesRecord(
-        **told,
-        sequences=count_kinds(listed.sequences),
-        tokens=sum(sequence.length for sequence in listed.sequences),
-        index=listed.index,
-        **describe_shards(contents),
+    fix = "Create the states again with this kconv."
+    return load_json(
+        StatesRecord, folder / RECORD, StatesInvalid, what="record of kconv states", fix=fix, missing=missing
     )
-    return record, contents
-
-
-def _is_listed(file: Path) -> bool:
-    try:
-        if not file.is_file():
-            return False
-        with file.open("rb") as opened:
-            return LISTED.match(opened.read(64)) is not None
-    except (OSError, ValueError):  # reported by whoever reads it whole
-        return False
 
 
 def config_sha256(config: dict[str, Any]) -> str:
@@ -578,11 +534,11 @@ def open_states(
     Raises:
         StatesInvalid: there is no such folder, it comes from another target, or lacks one of the layers.
     """
-    record, contents = _read_record(folder)
+    record = read_record(folder)
     _check_names(folder, record.contents, record.index)
     if config is not None:
         _check_target(folder, record, config)
-    stored = StoredStates(folder, record, tuple(range(len(record.captured))), contents)
+    stored = StoredStates(folder, record, tuple(range(len(record.captured))))
     return stored if captured is None else stored.choose(captured)
 
 
