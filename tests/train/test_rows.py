@@ -14,9 +14,8 @@ import torch
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.errors import StatesInvalid, TrainingDataInvalid
 from kconv.targets.config import read_target_config
-from kconv.targets.model import one_thread
 from kconv.targets.options import StatesOptions
-from kconv.targets.states import CONTENTS, INDEX, RECORD, open_states
+from kconv.targets.states import INDEX, open_states
 from kconv.targets.tokenizer import load_tokenizer
 from kconv.targets.write_states import write_states
 from kconv.tiny.text import read_corpus
@@ -171,29 +170,6 @@ def test_counts_that_were_changed_are_refused(tiny_target, tmp_path):
 def test_too_few_dialogues_are_refused(tiny_target, tmp_path):
     with pytest.raises(TrainingDataInvalid, match="0 rows for training"):
         job_of(tiny_target, store(tiny_target, tmp_path, 3))
-
-
-def test_a_folder_of_the_older_kind_gives_the_same_rows_and_weights(tiny_target, tmp_path):
-    folder = store(tiny_target, tmp_path, 60)
-    now = job_of(tiny_target, folder, pack=True, kernel="sdpa", draft_vocab=64)
-    with one_thread():
-        new = train(now, tmp_path / "new")
-    record, contents = (json.loads((folder / name).read_text()) for name in (RECORD, CONTENTS))
-    for name in ("tokens", "size", "sha256", "contents", "rows"):
-        del record[name]
-    (folder / RECORD).write_text(json.dumps(record | {"schema": 1} | contents))
-    (folder / CONTENTS).unlink()
-    before = job_of(tiny_target, folder, pack=True, kernel="sdpa", draft_vocab=64)
-    with one_thread():
-        old = train(before, tmp_path / "old")
-    assert (new / "model.safetensors").read_bytes() == (old / "model.safetensors").read_bytes()
-    said = [json.loads((out / "kconv.json").read_text())["training"] for out in (new, old)]
-    assert said[0].pop("key") != said[1].pop("key") and said[0] == said[1]
-    every = now.text.own(0, 1)
-    one, other = now.text.take(every), before.text.take(every)
-    assert torch.equal(one.ids, other.ids) and torch.equal(one.mask, other.mask)
-    assert now.prompts and before.prompts and now.prompts() == before.prompts()
-    assert now.data == before.data and now.recipe == before.recipe
 
 
 class AtOnce:
