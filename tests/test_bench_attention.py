@@ -92,7 +92,7 @@ def test_each_form_of_healing_makes_the_loss_smaller(form):
     }
     start, states = DraftHead(spec, moved), memory.make_states(spec, batches=10, length=16)
     before = float(healing.mean_loss(original, start, states).total)
-    healed = healing.FORMS[form].descend(original, start, states, 20, healing.RATES[0])
+    healed = healing.FORMS[form].descend(original, start, states, 8, healing.RATES[0])
     assert float(healing.mean_loss(original, healed, states).total) < before
 
 

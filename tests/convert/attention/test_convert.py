@@ -138,6 +138,7 @@ def test_more_healing_is_named_where_healing_helped(gqa, states, monkeypatch):
     monkeypatch.setattr(
         "kconv.convert.attention.convert.heal", lambda head, start, *_, **__: DraftHead(start.spec, start.weights)
     )
+    monkeypatch.setattr("kconv.convert.attention.convert.train_alike", lambda head, *_, **__: head)
     assert refuse().startswith("Heal for more steps (--heal 250).")
     # As where its steps led away.
     monkeypatch.setattr("kconv.convert.attention.convert.heal", lambda head, start, *_, **__: start)
@@ -151,9 +152,14 @@ def test_end_to_end_in_both_directions(mla, gqa, states, dtype):
     dims = there.head.spec.attention
     assert isinstance(dims, Mla) and (dims.kv_lora_rank, dims.qk_rope_head_dim) == (40, 16)
     assert {"0.q_b_proj", "fc", "0.o_proj"} <= there.slots and not {"lm_head", "embed_tokens"} & there.slots
+    found = there.held_out
+    assert there.heal_steps == 3 and found.trained is not None and found.greedy_trained is not None
+    assert found.kept == pytest.approx(found.after / found.trained)
+    assert found.gained == pytest.approx(found.after / found.before)
     back = fit_attention(mla, "mha", states, dtype=dtype, head_dim=20, steps=0, min_retention=0.5)
     assert back.head.spec.attention == Gqa(4, 4, 20)
     assert back.details["latent_norms"]["kv"]["error"] < 1
+    assert back.held_out.trained is None and back.held_out.kept == pytest.approx(back.held_out.gained)
     assert back.slots == {"0.q_proj", "0.k_proj", "0.v_proj", "0.o_proj"}
     weight = back.head.weights["0.q_proj"]
     assert torch.equal(weight, weight.to(torch.bfloat16 if dtype == "BF16" else torch.float32).to(weight.dtype))

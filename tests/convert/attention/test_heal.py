@@ -19,6 +19,7 @@ from kconv.convert.attention.heal import (
     measure_spread,
     take_tokens,
     to_white,
+    train_alike,
 )
 from kconv.convert.attention.swap import Shape, with_attention
 from kconv.convert.attention.to_mha import convert_to_mha
@@ -59,6 +60,17 @@ def test_healing_makes_the_loss_smaller_and_moves_only_what_it_is_told(gqa, stat
         assert loss_on(gqa, more, states, "held-out", kind) < loss_on(gqa, start, states, "held-out", kind)
     assert len(losses) == 30
     assert heal(gqa, start, states, 0) is start
+
+
+def test_the_original_is_trained_by_the_steps_that_heal_its_conversion(gqa, states):
+    start = with_attention(gqa, convert_to_mla(gqa, states, replace(WIDE, latent=4))[0])
+    trained = train_alike(gqa, start, states, 10)
+    assert trained.spec == gqa.spec
+    assert loss_on(gqa, trained, states, "choose", "refused") <= loss_on(gqa, gqa, states, "choose", "refused")
+    # Without a distance to heal the rate is zero, and the original stays as it is.
+    same = train_alike(gqa, gqa, states, 2)
+    for name, weight in same.weights.items():
+        torch.testing.assert_close(weight, gqa.weights[name])
 
 
 def test_healing_does_not_undo_a_start_that_is_whole(gqa, states):
