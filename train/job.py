@@ -82,7 +82,7 @@ def refuse_sharding() -> NoReturn:
 
 
 # Raise it with each change to train/ that alters a recipe's result.
-SOURCE = "2"
+SOURCE = "3"
 LIBRARIES = ("torch", "transformers", "accelerate", "nvidia-modelopt")
 
 

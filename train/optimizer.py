@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..muon import Muon
 from .recipe import EagleRecipe
 
 
@@ -30,7 +31,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def __init__(self, matrices: Iterable[nn.Parameter], rest: Iterable[nn.Parameter], lr: float, rest_lr: float):
         self._parts = (
-            torch.optim.Muon(list(matrices), lr=lr, weight_decay=0.0),
+            Muon(list(matrices), lr=lr, weight_decay=0.0),
             torch.optim.AdamW(list(rest), lr=rest_lr, weight_decay=0.0),
         )
         super().__init__([group for part in self._parts for group in part.param_groups], {})

@@ -37,6 +37,7 @@ from ...drafters.forward import DraftHead
 from ...errors import TrainingFailed
 from ...measure.batches import STEPS, Calibration, StatesBatch, in_pieces
 from ...measure.trace import WatchedInputs
+from ...muon import Muon
 from .moments import Moments, factor
 from .swap import GQA_SLOTS, MLA_SLOTS
 
@@ -348,7 +349,7 @@ def _optimizers(matrices: list[dict[str, Any]], gains: list[dict[str, Any]]) -> 
     made: list[torch.optim.Optimizer] = []
     if matrices:
         # With this factor a step has the size of AdamW's, whatever the matrix's shape.
-        made.append(torch.optim.Muon(matrices, momentum=MOMENTUM, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
+        made.append(Muon(matrices, momentum=MOMENTUM, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
     if gains:
         made.append(torch.optim.AdamW(gains, betas=BETAS, weight_decay=0.0))
     return made
