@@ -112,8 +112,9 @@ def _approximation(record: ConversionRecord) -> str:
             f". On {found['sequences']:.0f} held-out texts its sampled acceptance length is {found['after']:.3f}, "
             f"{found['kept']:.1%} ± {found['kept_error']:.1%} {against}"
         )
-        if not math.isnan(greedy := found.get("greedy_kept", math.nan)):
-            said += f"; greedy it keeps {greedy:.1%} ± {found['greedy_kept_error']:.1%}"
+        greedy, off = (found.get(name, math.nan) for name in ("greedy_kept", "greedy_kept_error"))
+        if not math.isnan(greedy + off):
+            said += f"; greedy it keeps {greedy:.1%} ± {off:.1%}"
     return f"{said}; made from a head that was {_approximation(record.before)}" if record.before else said
 
 

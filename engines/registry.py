@@ -322,7 +322,7 @@ def _known() -> tuple[tuple[Engine, ...], tuple[Layout, ...]]:
         from .layout import Layout
 
         named: tuple[Any, ...] = loaded.layouts if isinstance(loaded, Engine) else (loaded,)
-        if not all(isinstance(layout, Layout) for layout in named):
+        if not named or not all(isinstance(layout, Layout) for layout in named):
             raise PluginInvalid(
                 f"a {type(loaded).__name__} is neither an Engine nor a Layout",
                 where=where,

@@ -345,7 +345,7 @@ def _states(config: Config, mla: bool) -> Any:
 
 def _words(served: Deployment) -> list[Word]:
     words: list[Word] = ["python", "-m", "sglang.launch_server", "--model-path", served.target, *served.arguments]
-    if served.own_code:
+    if served.own_code and "--trust-remote-code" not in words:
         words.append("--trust-remote-code")
     if served.head is not None:
         words += [

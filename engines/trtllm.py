@@ -206,7 +206,7 @@ SHOW_COUNTERS = (
 
 def _words(served: Deployment) -> list[Word]:
     words: list[Word] = ["trtllm-serve", served.target, *served.arguments, "--backend", "pytorch"]
-    if served.own_code:
+    if served.own_code and "--trust_remote_code" not in words:
         words.append("--trust_remote_code")
     return [*words, "--config", YAML] if served.head is not None else words
 

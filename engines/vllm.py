@@ -218,7 +218,7 @@ def _served_by_v2(spec: HeadSpec) -> float:
 
 def _words(served: Deployment) -> list[Word]:
     words: list[Word] = ["vllm", "serve", served.target, *served.arguments]
-    if served.own_code:
+    if served.own_code and "--trust-remote-code" not in words:
         words.append("--trust-remote-code")
     if served.head is not None:
         words += ["--speculative-config", _speculative(served.head, DRAFT_TOKENS)]
@@ -340,15 +340,21 @@ TYPED = (
     NullKey("tie_word_embeddings", REFUSED),
     NullKey("use_cache", REFUSED),
 )
-# RoPE's base of other config classes than those of Llama, Qwen3, DeepSeek-V3 and Kimi-K2:
+# RoPE's base in transformers' config classes, by model_type; that of others was not looked up.
 # https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/gpt_oss/configuration_gpt_oss.py#L36
 # https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/minimax_m2/configuration_minimax_m2.py#L73
-OTHER_BASES = {"gpt_oss": 150000.0, "minimax_m2": 5000000.0}
+BASES = {
+    **dict.fromkeys(("llama", "qwen3", "deepseek_v3", "kimi_k2"), DEFAULT_THETA),
+    "gpt_oss": 150000.0,
+    "minimax_m2": 5000000.0,
+}
+# The layers of a config that states none.
+LAYERS = {"llama": 32, "qwen3": 32, "deepseek_v3": 61, "kimi_k2": 61}
 
 
-def default_theta(config: Config) -> float:
+def default_theta(config: Config) -> float | None:
     """Return the RoPE base that transformers' config class has for a config without one; SGLang reads it so too."""
-    return OTHER_BASES.get(str(config.get("model_type")), DEFAULT_THETA)
+    return BASES.get(str(config.get("model_type")))
 
 
 def built_layers(config: Config) -> Any:
@@ -357,7 +363,7 @@ def built_layers(config: Config) -> Any:
     https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/llama/configuration_llama.py#L67
     https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/deepseek_v3/configuration_deepseek_v3.py#L86
     """
-    return config.get("num_hidden_layers", 61 if config.get("kv_lora_rank") else 32)
+    return config.get("num_hidden_layers", LAYERS.get(str(config.get("model_type"))))
 
 
 def _norms_first(config: Config) -> bool | None:

@@ -181,7 +181,7 @@ def check_amount(shapes: Sequence[tuple[int, int]], parts: Sequence[Part], spec:
     if not {"choose", "held-out"} <= set(parts):
         raise CalibrationInvalid(
             f"the text makes {len(shapes)} batches, none of which is held out for measuring: at least {PARTS} prompts "
-            "are needed, of which every tenth is held out",
+            "are needed, and every tenth of them must together have the tokens of a text",
             where=name,
             fix="Use more text: --states of more prompts, or more --prompts, or a shorter --context.",
         )

@@ -128,7 +128,8 @@ def prompted_texts(
     }
     if not any(len(own) for own in windows.values()):
         raise CalibrationInvalid(
-            f"{file.name} has {sum(map(len, ids.values())):,} tokens, but one text needs {context:,}",
+            f"the largest part of {file.name} has {max(map(len, ids.values())):,} tokens, but one text needs "
+            f"{context:,}",
             where=file,
             fix="Use more prompts, or a shorter --context.",
         )
