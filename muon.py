@@ -23,7 +23,7 @@ class Muon(torch.optim.Muon):
 
     torch takes them in bfloat16
     (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/_muon.py#L55), which a CPU without instructions for it
-    multiplies 50 times more slowly than float32. And so each CPU gives the same weights up to float32's rounding.
+    multiplies far more slowly than float32: 85 times on one with AVX2 alone.
     """
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]

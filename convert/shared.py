@@ -349,7 +349,10 @@ def find_displaced(own: TensorInfo, theirs: TensorInfo, ids: Tensor) -> Displace
     # The rows between it and the sampled one before it may be another token's already.
     earlier = sampled[sampled < probed[at]]
     between = torch.arange(int(earlier.max()) + 1 if len(earlier) else 0, int(probed[at]) + 1)
-    first = int(between[looked_at(between)[1] < least][0])
+    apart = looked_at(between)[1] < least
+    # The last one was unlike already; among other rows its cosine may be rounded otherwise.
+    apart[-1] = True
+    first = int(between[apart][0])
     return Displaced(
         first,
         int(probed[at]),
