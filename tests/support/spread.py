@@ -29,7 +29,7 @@ GQA = dataclasses.replace(TEST_GQA, batches=4, steps=12, batch=4, seq=24, warmup
 MLA = dataclasses.replace(TEST_MLA, batches=4, steps=12, batch=4, seq=24, warmup=2, draft_vocab=96)
 BF16 = dataclasses.replace(GQA, optimizer="adamw", lr=3e-3, compute="BF16")
 COPIED = TrainOptions(save_every=5, eval_every=6)
-SPREAD = dataclasses.replace(COPIED, shard=True)
+SPREAD = TrainOptions(save_every=5, eval_every=6, shard=True)
 # Of each head: its recipe, how the processes share it up to step 7, and how behind it.
 HEADS = {
     "copied": (GQA, COPIED, COPIED),

@@ -133,7 +133,7 @@ def write_broken(right: Mapping[str, Path], root: Path, engine: str) -> dict[str
 
 
 def rules_that_name(fault: SilentFault, folder: Path, engine: str, demo: Path) -> tuple[str, ...]:
-    """Return the fault's warning, if `kconv validate` finds it with the target, and the errors that it finds."""
+    """Return the fault's warning, if `kconv validate` finds it with the target, and all that keeps it from a PASS."""
 
     def found(*more: str | Path) -> list[dict[str, str]]:
         words = ("validate", folder, "--for", engine, "--json", *more)
@@ -141,7 +141,8 @@ def rules_that_name(fault: SilentFault, folder: Path, engine: str, demo: Path) -
 
     warned = found("--target", demo / "target") if fault.warning else []
     named = [one["rule"] for one in warned if one["rule"] == fault.warning]
-    named += [one["rule"] for one in found("--source", demo / fault.kind / "trained") if one["severity"] == "error"]
+    graver = ("error", "undecided")
+    named += [one["rule"] for one in found("--source", demo / fault.kind / "trained") if one["severity"] in graver]
     return tuple(dict.fromkeys(named))
 
 
