@@ -137,7 +137,8 @@ def _help(name: str, cls: type[Operation]) -> str:
         lines = [example.replace("to-vllm", name).replace("-vllm", name[2:]) for example in lines]
         described = _described(name)
         text = text.replace("an engine's layout", f"{described}," if ", " in described else described, 1)
-        if added := " and ".join(registry.by_name(name[3:]).needs):
+        needs = [slot for layout in registry.written_by(name[3:]) for slot in layout.needs]
+        if added := " and ".join(dict.fromkeys(needs)):
             text += f"\n\nIf HEAD has no {added}, --target adds its own."
     word = "Examples" if len(lines) > 1 else "Example"
     return text + (f"\n\n\b\n{word}:\n" + "\n".join(f"  {line}" for line in lines) if lines else "")

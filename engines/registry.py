@@ -168,20 +168,26 @@ def layout_for(name: str, drafter: Drafter) -> Layout:
         UnknownLayout: no layout and no engine of that name.
         LayoutCannot: the layout is another family's, and no layout of the engine is this family's.
     """
-    of_engine = next((one for one in engines() if one.name == name), None)
-    if of_engine is None:
-        layout = by_name(name)
-    else:
-        layout = next((one for one in own_layouts(of_engine) if one.drafter is drafter), None)
-    if layout is not None and layout.drafter is drafter:
-        return layout
+    for layout in written_by(name):
+        if layout.drafter is drafter:
+            return layout
     written = [x for x in layouts() if x.drafter is drafter and x.write_config is not None]
     named = {x.name: one.name for one in engines() for x in own_layouts(one)}
+    titles = {one.name: one.title for one in engines()}
     choices = ", ".join(sorted({named.get(x.name, x.name) for x in written}))
     raise LayoutCannot(
-        f"kconv writes no layout of {drafter.title}s for {of_engine.title if of_engine else name}",
+        f"kconv writes no layout of {drafter.title}s for {titles.get(name, name)}",
         fix=f"Choose one of {choices}." if choices else f"kconv writes no layout of {drafter.title}s at all.",
     )
+
+
+def written_by(name: str) -> tuple[Layout, ...]:
+    """Return the layouts that one of `writable` stands for: an engine's, one for each family, or the one of that name.
+
+    Raises:
+        UnknownLayout: no layout and no engine of that name.
+    """
+    return next((own_layouts(one) for one in engines() if one.name == name), None) or (by_name(name),)
 
 
 def own_layouts(engine: Engine) -> tuple[Layout, ...]:
@@ -192,9 +198,9 @@ def own_layouts(engine: Engine) -> tuple[Layout, ...]:
 
 
 def writable() -> tuple[str, ...]:
-    """Return the names of the layouts that kconv writes: those of one engine, then those that several engines read."""
+    """Return the names of what kconv writes: engines, then layouts that are no engine's own or that several read."""
     others, written = _known()
-    own = [*OWN_ENGINES, *(one.layouts[0].name for one in others)]
+    own = [*OWN_ENGINES, *(one.name for one in others)]
     # Without other packages' layouts no engine is loaded: help needs only names.
     of_engines = {layout.name for one in engines() for layout in own_layouts(one)} if written else set()
     shared = [x.name for x in written if x.write_config is not None and x.name not in of_engines]
@@ -248,11 +254,14 @@ def titles_of(layout: str) -> list[str]:
 
 
 def describe(layout: str) -> str:
-    """Return a phrase for a card that says which engines load a layout.
+    """Return a phrase for a card that says which engines load a layout, or what is written for an engine.
 
     Raises:
         UnknownLayout: no engine loads it.
     """
+    for one in _known()[0]:
+        if one.name == layout and layout not in {own.name for own in one.layouts}:
+            return f"{one.title}'s layout"
     titles = titles_of(layout)
     if not titles and by_name(layout).write_config is not None:
         return f"the layout of {by_name(layout).engine}"

@@ -10,11 +10,15 @@ from dataclasses import replace
 from importlib.metadata import EntryPoint
 
 import pytest
+from click.testing import CliRunner
 from support.listing import PRODUCT, ROOT
 
+from kconv.drafters import registry as families
+from kconv.drafters.base import Drafter
+from kconv.drafters.eagle3 import EAGLE3
 from kconv.engines import registry, sglang, vllm
 from kconv.engines.base import Engine
-from kconv.errors import EngineUnknown, PluginInvalid, UnknownLayout
+from kconv.errors import EngineUnknown, LayoutCannot, PluginInvalid, UnknownLayout
 from kconv.rule import Rule
 
 LAYOUT = replace(vllm.VLLM, name="otter", limits=())
@@ -36,13 +40,18 @@ def install(monkeypatch):
     def install(**found: object) -> None:
         FOUND.clear()
         FOUND.update(found)
-        entries = [Entry(name, f"{name}:ENGINE", registry.GROUP) for name in found]
+        entries = [
+            Entry(name, f"{name}:ENGINE", families.GROUP if isinstance(one, Drafter) else registry.GROUP)
+            for name, one in found.items()
+        ]
         monkeypatch.setattr(
-            importlib.metadata, "entry_points", lambda group: entries if group == registry.GROUP else []
+            importlib.metadata, "entry_points", lambda group: [one for one in entries if one.group == group]
         )
         registry._known.cache_clear()
+        families.drafters.cache_clear()
 
     yield install
+    families.drafters.cache_clear()
     registry._known.cache_clear()
 
 
@@ -50,7 +59,29 @@ def test_an_engine_may_read_a_layout_that_is_there(install):
     install(fork=Engine("fork", "Fork", (vllm.VLLM,)))
     assert registry.runners_of("vllm") == ("vllm-v1", "vllm-v2", "fork")
     assert registry.describe("vllm") == "a layout that vLLM and Fork all load"
-    assert registry.writable() == ("vllm", "sglang", "trtllm", "speculators", "portable")
+    assert registry.writable() == ("vllm", "sglang", "trtllm", "fork", "speculators", "portable")
+    assert registry.layout_for("fork", EAGLE3) is vllm.VLLM
+    assert registry.describe("fork") == "Fork's layout"
+
+
+def test_an_engine_writes_its_layout_of_each_family_whatever_their_names(install):
+    family = replace(EAGLE3, name="vole", title="Vole")
+    otters, voles = replace(LAYOUT, name="otter-eagle"), replace(LAYOUT, name="otter-vole", drafter=family)
+    install(otter=Engine("otter", "Otter", (otters, voles)))
+    assert registry.writable() == ("vllm", "sglang", "trtllm", "otter", "speculators", "portable")
+    assert registry.layout_for("otter", EAGLE3) is otters and registry.layout_for("otter", family) is voles
+    with pytest.raises(LayoutCannot, match="no layout of Voles for vLLM") as fault:
+        registry.layout_for("vllm", family)
+    assert fault.value.fix == "Choose one of otter."
+
+
+def test_a_command_is_named_for_an_engine_whose_layouts_have_other_names(install):
+    from kconv.cli import main
+
+    install(otter=Engine("otter", "Otter", (replace(LAYOUT, name="otter-eagle", needs={"lm_head": "it has none"}),)))
+    shown = CliRunner().invoke(main, ["to-otter", "--help"]).output
+    assert "Otter's layout" in shown and "If HEAD has no lm_head" in shown
+    assert "to-otter" in CliRunner().invoke(main, ["--help"]).output
 
 
 def test_a_layout_alone_is_read(install):
@@ -168,3 +199,55 @@ def test_a_rule_with_a_reserved_id_is_refused(install, id):
     install(otter=Engine("otter", "Otter", (LAYOUT,), rules=(rule,)))
     with pytest.raises(PluginInvalid, match=f"the rule 'otter-rule' has the id {id}"):
         registry.engines()
+
+
+OTTER1 = Rule("OTTER1", "otter-rule", "error", "Otters have no such thing.", "Remove it.", lambda _: ())
+
+
+def _vole(*rules: Rule) -> Drafter:
+    return replace(EAGLE3, name="vole", title="Vole", rules=lambda: rules)
+
+
+def _otter(*rules: Rule) -> Engine:
+    return Engine("otter", "Otter", (LAYOUT,), rules=rules)
+
+
+CLASHING = {
+    "a family's rule has an id of kconv's": (
+        {"vole": _vole(replace(OTTER1, id="K999"))},
+        ("the rule K999 otter-rule of Vole has an id that is reserved",),
+    ),
+    "a family's rule has the name of one of kconv's": (
+        {"vole": _vole(replace(OTTER1, name="lm-head-missing"))},
+        ("the rule OTTER1 lm-head-missing of Vole", "the rule K101 lm-head-missing of kconv"),
+    ),
+    "a family's rule has the id of an engine's": (
+        {"vole": _vole(replace(OTTER1, name="vole-rule")), "otter": _otter(OTTER1)},
+        ("the rule OTTER1 otter-rule of Otter", "the rule OTTER1 vole-rule of Vole"),
+    ),
+    "no report has the subject": (
+        {"otter": _otter(replace(OTTER1, subject="Rivers"))},
+        ("the rule OTTER1 otter-rule of Otter has the subject 'Rivers'",),
+    ),
+    "only a report about a target has the subject": (
+        {"otter": _otter(replace(OTTER1, subject="NVFP4 tensors"))},
+        ("the rule OTTER1 otter-rule of Otter has the subject 'NVFP4 tensors'",),
+    ),
+}
+
+
+@pytest.mark.parametrize(("found", "named"), CLASHING.values(), ids=CLASHING)
+def test_a_rule_of_another_package_that_would_be_lost_is_refused_by_name(install, found, named):
+    from kconv.validate.rules.table import by_subject
+
+    install(**found)
+    with pytest.raises(PluginInvalid) as fault:
+        by_subject()
+    assert all(one in fault.value.what for one in named) and fault.value.fix
+
+
+def test_a_rule_without_a_subject_stands_among_the_limits(install):
+    from kconv.validate.rules.table import OF_LIMITS, by_subject
+
+    install(otter=_otter(OTTER1))
+    assert [rule.id for rule in by_subject()[OF_LIMITS] if rule.name == "otter-rule"] == ["OTTER1"]

@@ -170,11 +170,11 @@ def taken_otherwise(subject: HeadSubject) -> Iterator[Found]:
             taken, asked = engine.taken.get(fact.name), subject.engines.intersection(engine.runner_names)
             value = taken.value(written) if taken and asked else None
             if taken and value is not None and value != said:
-                commands = ", ".join(f"kconv to-{one.name}" for one in engine.layouts if one.drafter is subject.drafter)
                 yield Found(
                     f"config.json: {fact.name}",
                     f"{fact.options(said)}, but {engine.title} takes {value!r} from this config ({taken.source})",
-                    f"Convert the head ({commands} with {fact.options(said)}), which writes it into the config.",
+                    f"Convert the head (kconv to-{engine.name} with {fact.options(said)}), which writes it into the"
+                    " config.",
                     engine.runner_names,
                 )
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...drafters.registry import drafters
-from ...engines.registry import engines, own_layouts
+from ...drafters.registry import OWN, drafters
+from ...engines.registry import OWN_ID, OWN_ID_FIX, engines, own_layouts
 from ...errors import (
     ConfigInvalid,
     ConfigUnsupported,
@@ -15,6 +15,7 @@ from ...errors import (
     CorruptIndex,
     KconvError,
     NotACheckpoint,
+    PluginInvalid,
     UnknownRule,
 )
 from ...lines import Table
@@ -53,15 +54,42 @@ _TABLES: dict[str, tuple[Rule[Any], ...]] = {
     "NVFP4 tensors": nvfp4.RULES,
     "NVFP4 config": nvfp4_config.RULES,
     OF_COMPARISON: comparisons.RULES,
-} | {family.title: tuple(replace(one, drafters=(family.name,)) for one in family.rules()) for family in drafters()}
-# The same with the rules that engines bring.
-_OWN = [rule for engine in engines() for rule in engine.rules]
-SUBJECTS: dict[str, tuple[Rule[Any], ...]] = {
-    title: own
-    for title, rules in _TABLES.items()
-    if (own := (*rules, *(rule for rule in _OWN if (rule.subject or OF_LIMITS) == title)))
 }
 OF_TARGET = frozenset(("NVFP4 tensors", "NVFP4 config"))
+
+
+def by_subject() -> dict[str, tuple[Rule[Any], ...]]:
+    """Return every rule by its subject: kconv's tables, and what families and engines bring.
+
+    Raises:
+        PluginInvalid: a rule of another package has an id of kconv's, an id or a name of another rule, or a subject
+            that no report about a head has.
+    """
+    families = {one.title: tuple(replace(rule, drafters=(one.name,)) for rule in one.rules()) for one in drafters()}
+    foreign = {one.title for one in drafters() if one not in OWN}
+    of_head = [title for title in (*_TABLES, *families) if title not in (*OF_TARGET, OF_COMPARISON)]
+    every = [(title, "kconv", rule) for title, rules in _TABLES.items() for rule in rules]
+    every += [(title, title, rule) for title, rules in families.items() for rule in rules]
+    every += [(rule.subject or OF_LIMITS, one.title, rule) for one in engines() for rule in one.rules]
+    taken: dict[str, str] = {}
+    for title, by, rule in every:
+        named = f"the rule {rule.id} {rule.name} of {by}"
+        if by in foreign and OWN_ID.fullmatch(rule.id):
+            raise PluginInvalid(f"{named} has an id that is reserved for kconv's own", fix=OWN_ID_FIX)
+        for name in (rule.id, rule.name):
+            if name in taken:
+                raise PluginInvalid(f"{named} is called like {taken[name]}", fix="Give it an id and a name of its own.")
+            taken[name] = named
+        if by != "kconv" and title not in of_head:
+            raise PluginInvalid(
+                f"{named} has the subject {title!r}, which no report about a head has",
+                fix=f"Choose one of {', '.join(of_head)}.",
+            )
+    found = {title: tuple(rule for of, _, rule in every if of == title) for title in (*_TABLES, *families)}
+    return {title: rules for title, rules in found.items() if rules}
+
+
+SUBJECTS = by_subject()
 HEAD_RULES: tuple[Rule[HeadSubject], ...] = tuple(
     rule for title, rules in SUBJECTS.items() if title not in (*OF_TARGET, OF_COMPARISON) for rule in rules
 )
