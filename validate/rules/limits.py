@@ -29,10 +29,9 @@ def _rule(limit: Limit) -> Rule[HeadSubject]:
         if limit.applies(spec, subject.slots):
             yield Found("config.json", limit.what)
 
-    # An engine's own name may begin with a small letter.
-    titles = tuple(engine.title for engine in engines())
-    sentence = f"{limit.what}." if limit.what.startswith(titles) else f"{limit.what[0].upper()}{limit.what[1:]}."
-    return Rule(limit.id, limit.name, "error", sentence, limit.fix, check, concerned, limit.source, drafters=families)
+    return Rule(
+        limit.id, limit.name, "error", f"{limit.what}.", limit.fix, check, concerned, limit.source, drafters=families
+    )
 
 
 RULES = tuple(map(_rule, LIMITS))
