@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, PlainValidator
+from pydantic import BaseModel, BeforeValidator, Field, PlainValidator
 from pydantic.fields import FieldInfo
 
 Kind = Literal["plain", "checkpoint", "file", "output", "ids", "list", "json", "settings", "yes-or-no"]
@@ -74,6 +75,44 @@ def flag(name: str, info: FieldInfo | None = None) -> str:
     """Return a field's name on the command line."""
     no = "no-" if info is not None and info.default is True else ""
     return f"--{no}{plain_name(name).replace('_', '-')}"
+
+
+def in_recipe(name: str, off: bool) -> str:
+    """Return a field's name as a message about a recipe says it."""
+    return f"`{plain_name(name)}`"
+
+
+def in_call(name: str, off: bool) -> str:
+    """Return a field's name as a message to a Python caller says it."""
+    return f"{name}=False" if off else f"{name}="
+
+
+# A command up to the end of its clause, or an option, and the space before a value.
+_OPTION = re.compile(r"kconv [a-z][a-z-]*(?:[^.;,()]|\.(?! ))*|(--[a-z][a-z-]*)( (?=['\d]))?")
+
+
+def spell(text: str, model: type[BaseModel], spelling: Callable[[str, bool], str], others: Iterable[str] = ()) -> str:
+    """Return a message with a request's options in the spelling of whoever made the request.
+
+    Messages name options as the command line does. This is the one place that names them otherwise, for a recipe and
+    for Python. A command that a message quotes stays as it is, and so does an option of anything else, e.g. of an
+    engine.
+
+    Args:
+        text: the message.
+        model: the request.
+        spelling: `in_recipe` or `in_call`; its second argument says whether the option switches the field off.
+        others: names of options that were passed and do not exist.
+    """
+    known = {flag(name): spelling(name, False) for name in (*others, *model.model_fields)}
+    off = {name: info for name, info in model.model_fields.items() if info.default is True}
+    known |= {flag(name, info): spelling(name, True) for name, info in off.items()}
+
+    def said(found: re.Match[str]) -> str:
+        name = known.get(found[1], "")
+        return name if name.endswith("=") else f"{name}{found[2] or ''}" if name else found[0]
+
+    return _OPTION.sub(said, text)
 
 
 def layer_ids(value: Any) -> Any:

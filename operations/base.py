@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -22,7 +22,7 @@ from ..checkpoint.schema import in_words
 from ..errors import KconvError, MissingExtra, RequestInvalid, StepFailed
 from ..installed import install_command
 from ..lines import Result
-from ..options import Marks, flag, marks, plain_name
+from ..options import Marks, flag, in_call, marks, plain_name, spell
 from ..strict import StrictModel
 
 if TYPE_CHECKING:
@@ -194,11 +194,13 @@ class Operation(StrictModel):
         places = [name for name, info in cls.model_fields.items() if marks(info).argument]
         if len(args) > len(places):
             raise TypeError(f"{cls.__name__} takes {len(places)} arguments ({', '.join(places)}), not {len(args)}")
-        return cls.checked(dict(zip(places, args, strict=False)) | options)
+        return cls.checked(
+            dict(zip(places, args, strict=False)) | options, f"help(kconv.{command_name(cls).replace('-', '_')})"
+        )
 
     @classmethod
-    def checked(cls, values: Mapping[str, Any]) -> Self:
-        """Build a request from plain values.
+    def checked(cls, values: Mapping[str, Any], see: str = "") -> Self:
+        """Build a request from plain values; `see` names the help about it, by default the command's.
 
         Raises:
             RequestInvalid: see `request`.
@@ -206,7 +208,19 @@ class Operation(StrictModel):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise RequestInvalid(first_wrong(cls, error), fix=f"See kconv {command_name(cls)} --help.") from error
+            fix = f"See {see or f'kconv {command_name(cls)} --help'}."
+            raise RequestInvalid(first_wrong(cls, error), fix=fix) from error
+
+    @classmethod
+    @contextmanager
+    def spelled(cls, spelling: Callable[[str, bool], str], others: Iterable[str] = ()) -> Iterator[None]:
+        """Name this operation's options in an error as whoever made the request does; see `options.spell`."""
+        try:
+            yield
+        except KconvError as fault:
+            fault.what, fault.fix = (spell(text, cls, spelling, others) for text in (fault.what, fault.fix))
+            fault.args = (fault.what,)
+            raise
 
 
 def command_name(cls: type[Operation]) -> str:
@@ -310,7 +324,7 @@ def function(cls: type[Operation], name: str) -> Callable[..., Any]:
     """Return an operation as a Python function; see `Operation.request` for its arguments."""
 
     def call(*args: Any, **options: Any) -> Any:
-        with extras():
+        with cls.spelled(in_call, options), extras():
             return cls.request(*args, **options).run(Context())
 
     required, keyword = [], []

@@ -17,6 +17,7 @@ from ..checkpoint.schema import line_of
 from ..checkpoint.source import HUB_ID, Folder, Source
 from ..errors import KconvError, RecipeInvalid, ReleaseStateInvalid
 from ..operations.base import Context, ReleaseFacts
+from ..options import in_recipe
 from .recipe import Release, Step, reference
 from .record import State, digest_marks, mark, mark_folder
 
@@ -171,7 +172,8 @@ def check_names(release: Release, text: str, meant: Mapping[str, bool], root: Pa
             own.append((name, field_, f"{value} does not exist", "Create it, or correct the name."))
         if not any(reference(value) for field_, value in step.inputs() if field_ == "recipe"):
             try:
-                step.request.precheck(context)
+                with step.request.spelled(in_recipe):
+                    step.request.precheck(context)
             except KconvError as fault:
                 own.append((name, "recipe" if "recipe" in kinds else "", fault.what, fault.fix))
         wrong += own

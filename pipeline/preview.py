@@ -13,6 +13,7 @@ from ..checkpoint.staging import free_bytes
 from ..errors import OutputFailed, ReleaseStateInvalid
 from ..operations.base import Operation
 from ..operations.card import Card
+from ..options import in_recipe
 from ..rule import Found
 from ..validate.report import Finding
 from .inputs import StepContext, check_names, find_inputs, fingerprint, make_context, needed, refuse_stale
@@ -130,7 +131,8 @@ def _plan(
     own = fingerprint(step, found, release, text) if name in state.steps else ""
     why = why_run(name, root, state, own)
     # An existing output will be made again.
-    size = step.at(root / f".{name}.planned").estimate(context).bytes if why else 0
+    with step.request.spelled(in_recipe):
+        size = step.at(root / f".{name}.planned").estimate(context).bytes if why else 0
     return Planned(name, step.do, bool(why), why, size, heavy)
 
 

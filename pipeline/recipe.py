@@ -30,13 +30,12 @@ from ..checkpoint.schema import (
 from ..errors import RecipeInvalid
 from ..operations import OPERATIONS, load
 from ..operations.base import Operation
-from ..options import plain_name
+from ..options import in_recipe, plain_name, spell
 from ..strict import StrictModel
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,39}")
 # Files that the run itself writes next to the steps' outputs.
 TAKEN = {"release.yaml", "run.json", "run.jsonl"}
-FLAG = re.compile(r"--(?:no-)?([a-z][a-z-]*)")
 # Placeholder for the output, which the run names.
 UNNAMED = "output"
 
@@ -100,9 +99,7 @@ def read_step(values: Any) -> Step:
         if wrong.place and wrong.place[0] in rest and wrong.place[0] not in {plain_name(n) for n in cls.model_fields}:
             known = [plain_name(name) for name in cls.model_fields if name != output]
             wrong = no_such_key(wrong.place, known)
-        # A recipe has keys where the command line has flags.
-        said = FLAG.sub(lambda found: f"`{found[1].replace('-', '_')}`", wrong.what)
-        raise WrongValue(replace(wrong, what=said)) from fault
+        raise WrongValue(replace(wrong, what=spell(wrong.what, cls, in_recipe))) from fault
 
 
 class Release(StrictModel):

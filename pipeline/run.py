@@ -20,6 +20,7 @@ from ..checkpoint.manifest import MANIFEST, read_manifest
 from ..checkpoint.staging import PARTIAL, writing
 from ..errors import KconvError, OutputExists, RecipeInvalid
 from ..operations.base import extras
+from ..options import in_recipe
 from .inputs import StepContext, check_names, find_inputs, fingerprint, make_context, refuse_stale, stated
 from .recipe import Release, Step, kinds
 from .record import Done, Mark, State, locked, log, mark, mark_folder, read_state, write_state
@@ -149,7 +150,7 @@ def _take(name: str, step: Step, release: Release, text: str, root: Path, state:
     log(root, "begin", step=name, do=step.do, why=why, fingerprint=own, inputs=found.digests)
     begin = time.monotonic()
     try:
-        with extras():
+        with step.request.spelled(in_recipe), extras():
             _carry_out(step, root / name, context)
     except KconvError as fault:
         # A report with errors exists all the same.

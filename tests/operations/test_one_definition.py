@@ -18,10 +18,11 @@ from kconv.checkpoint.manifest import MANIFEST
 from kconv.cli import main
 from kconv.cli.group import JOBS
 from kconv.engines import by_name, writable
-from kconv.errors import KconvError, RequestInvalid
+from kconv.errors import ConfigInvalid, KconvError, RequestInvalid
 from kconv.operations import OPERATIONS, load
-from kconv.options import flag, marks, plain_name
+from kconv.options import flag, in_call, marks, plain_name, spell
 from kconv.pipeline.recipe import kinds, read_step
+from kconv.strict import StrictModel
 
 COMMANDS = {name: name.replace("_", "-") for name in OPERATIONS} | {"convert": "to-vllm"}
 # What each command has beside its operation's options.
@@ -103,13 +104,13 @@ def read_folder(folder: Path) -> dict[str, bytes]:
 
 
 WRONG: dict[str, tuple[str, tuple[str, ...], dict[str, Any], str]] = {
-    "option does not exist": ("inspect", ("head",), {"speed": 1}, "--speed"),
-    "a value that cannot be": ("validate", ("head",), {"draft_tokens": 99}, "--draft-tokens"),
-    "an option without the one it goes with": ("convert", ("head", "out"), {"to": "vllm", "heal": 3}, "--heal"),
-    "a layout that is none": ("convert", ("head", "out"), {"to": "gguf"}, "--to"),
-    "a layout that is only read": ("convert", ("head", "out"), {"to": "modelopt"}, "--to"),
-    "an engine that is none": ("validate", ("head",), {"for_": "llamacpp"}, "--for"),
-    "what is required": ("train", ("target", "out"), {"data": "x"}, "--recipe is required"),
+    "option does not exist": ("inspect", ("head",), {"speed": 1}, "no option speed="),
+    "a value that cannot be": ("validate", ("head",), {"draft_tokens": 99}, "invalid value for draft_tokens=:"),
+    "an option without the one it goes with": ("convert", ("head", "out"), {"to": "vllm", "heal": 3}, "heal=: only"),
+    "a layout that is none": ("convert", ("head", "out"), {"to": "gguf"}, "to='gguf' is not one of"),
+    "a layout that is only read": ("convert", ("head", "out"), {"to": "modelopt"}, "to='modelopt' is not one of"),
+    "an engine that is none": ("validate", ("head",), {"for_": "llamacpp"}, "for_="),
+    "what is required": ("train", ("target", "out"), {"data": "x"}, "recipe= is required"),
 }
 
 
@@ -118,6 +119,46 @@ def test_a_wrong_request_is_a_named_error_under_the_options_own_name(name, args,
     with pytest.raises(RequestInvalid, match=said) as error:
         getattr(kconv, name)(*args, **options)
     assert isinstance(error.value, KconvError) and error.value.code == "request-invalid"
+    assert error.value.fix == f"See help(kconv.{name})." and "--" not in str(error.value)
+
+
+def test_an_error_names_options_as_the_command_a_recipe_or_python_takes_them(tmp_path):
+    source = write_head(tmp_path / "head", by_name("vllm"), GQA, random_slots(GQA))
+    config = json.loads((source / "config.json").read_text())
+    left = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_parameters")}
+    (source / "config.json").write_text(json.dumps(left))
+    said = CliRunner().invoke(main, ["to-vllm", str(source), str(tmp_path / "out")])
+    assert said.exit_code == 1 and "Pass --rope-theta from" in said.output
+    with pytest.raises(ConfigInvalid) as error:
+        kconv.convert(source, tmp_path / "out", to="vllm")
+    assert "Pass rope_theta= from" in error.value.fix and "--" not in str(error.value)
+    recipe = tmp_path / "recipe.yaml"
+    steps = {"converted": {"do": "convert", "head": str(source), "to": "vllm"}}
+    recipe.write_text(json.dumps({"name": "one", "steps": steps}))
+    said = CliRunner().invoke(main, ["run", str(recipe), "--out", str(tmp_path / "run")])
+    assert said.exit_code == 1 and "Pass `rope_theta` from" in said.output
+
+
+SPELLED = {
+    "a value": ("Pass --layers 2.", "Pass layers=2."),
+    "a name with a word of Python's": ("name it with --from: vllm", "name it with from_=: vllm"),
+    "a switch": ("Pass --no-card.", "Pass card=False."),
+    "a quoted command": (
+        "Run kconv to-vllm A.b --layers 2, then pass --layers.",
+        "Run kconv to-vllm A.b --layers 2, then pass layers=.",
+    ),
+    "an option of an engine": ("Start it with --enable-metrics.", "Start it with --enable-metrics."),
+}
+
+
+@pytest.mark.parametrize("said, python", SPELLED.values(), ids=SPELLED)
+def test_only_options_of_the_request_itself_are_spelled_otherwise(said, python):
+    class Some(StrictModel):
+        layers: int = 1
+        from_: str = ""
+        card: bool = True
+
+    assert spell(said, Some, in_call) == python
 
 
 def test_a_step_is_any_operation():
