@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 # Elements checked in one go: few enough to stay in a core's cache between the mask and the maximum.
 SLICE = 1 << 16
+# What to do about a tensor with NaN or Inf.
+BEFORE_IT_BROKE = "Export the head again from a checkpoint before the loss broke."
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ THETA = (
     "Pass --rope-theta from the head's training config, or state it in config.json. If that config has none either:"
     " SafeAILab's trainer and transformers' LlamaConfig default to 10000."
 )
+# What to do about a key that is not there.
+FROM_TRAINING = "Copy it from the head's training config."
 # Draft heads have one decoder layer, rarely up to five; a larger number is the target's.
 DEEPEST_HEAD = 8
 
@@ -356,12 +358,11 @@ def _read_key(
     else:
         name = key.names[0]
         what, where = f"the config has no {name}", f"config.json: {name}"
-        fix = "Copy it from the head's training config."
         if (fact := facts.get(name)) is not None and fact.fills:
-            problems.add(ConfigInvalid, what, where, f"Pass {fact.option}. {fix}", fact.code, fact.option)
+            problems.add(ConfigInvalid, what, where, f"Pass {fact.option}. {FROM_TRAINING}", fact.code, fact.option)
         else:
             code = "K189" if key.field == "attention.q_lora_rank" else "K010"
-            problems.add(ConfigInvalid, what, where, fix, code)
+            problems.add(ConfigInvalid, what, where, FROM_TRAINING, code)
 
 
 def _max_positions(config: Mapping[str, Any], rope: Rope | None, hints: Hints) -> int | None:

@@ -26,7 +26,7 @@ from ..checkpoint.manifest import (
 from ..checkpoint.pickles import PICKLE
 from ..checkpoint.schema import MAX_YAML, read_bounded
 from ..checkpoint.staging import staged
-from ..checkpoint.values import Values
+from ..checkpoint.values import BEFORE_IT_BROKE, Values
 from ..drafters.slots import needs
 from ..engines.base import Deployment, needs_code
 from ..engines.registry import launch_files
@@ -134,7 +134,7 @@ def _filled(plan: Plan) -> Callable[[str, Values], None]:
             f"{values.not_finite:,} value{'s' * (values.not_finite > 1)} of {stored} "
             f"{'are' if values.not_finite > 1 else 'is'} NaN or Inf",
             where=where,
-            fix="Export the head again from a checkpoint before the loss broke.",
+            fix=BEFORE_IT_BROKE,
         )
 
     return check

@@ -17,6 +17,9 @@ from ..engines.layout import Stored
 from ..engines.moves import Same
 from ..errors import LayoutCannot, TensorMissing
 
+# What to do about linear layers in a format that kconv does not know.
+UNQUANTIZED = "Pass the unquantized head, or one whose linear layers were quantized separately."
+
 
 def has_scales(names: Iterable[str]) -> bool:
     """Return whether tensor names or slots are those of a quantized head."""
@@ -65,7 +68,7 @@ def _quantized(
             f"{row.name} is {weight.dtype} with {', '.join(suffixes)}, "
             + ("fused before quantizing" if format_ else "a format that kconv does not support"),
             where=row.name,
-            fix="Pass the unquantized head, or one whose linear layers were quantized separately.",
+            fix=UNQUANTIZED,
         )
         problems.append(error.problem("K200"))
         there = [tensors[f"{base}.{suffix}"] for suffix in suffixes]

@@ -37,6 +37,8 @@ from .quantized import add_scales, find_scales, has_scales
 if TYPE_CHECKING:
     import torch
 
+# What to do about two tensors that hold one weight with different values.
+ONE_NAME = "Find out which one the head was trained with, and remove the other."
 NO_MAP = "a full vocabulary needs no map, and this one maps each token to itself"
 
 
@@ -290,7 +292,7 @@ def _check_twins(head: Head, unfit: Collection[str], problems: Problems) -> None
                 error = TensorTwins(
                     f"{name} and {other.name} are two names for one weight, but their values differ",
                     where=name,
-                    fix="Find out which one the head was trained with, and remove the other.",
+                    fix=ONE_NAME,
                 )
                 problems.append(problem_of(error))
 

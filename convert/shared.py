@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SLOTS = ("lm_head", "embed_tokens")
+# What to do about an embedding that an engine replaces by the target's.
+OWN_EMBEDDING = "Serve this head with vLLM, or train one with the target's embedding."
 # Rows that are looked at, and how many of those that are unlike their own token's are compared with every token's.
 SAMPLED, PROBED, FEWEST = 512, 64, 3
 # The cosine from which two rows are alike, how like they are at most asked to be, and by how much another token's row
@@ -189,7 +191,7 @@ def refuse_target(head: Head, layout: Layout, target: SharedTensors | None) -> N
             raise LayoutCannot(
                 f"the head's {slot} differs from the target's, but the engine would use the target's: {why}",
                 where=head.places[slot][1].name,
-                fix="Serve this head with vLLM, or train one with the target's embedding.",
+                fix=OWN_EMBEDDING,
             )
 
 

@@ -192,6 +192,8 @@ ELSEWHERE = frozenset(
 )
 
 # Keys of `FIXED` with a rule of their own; K013 covers the others.
+# What to do about a sliding window.
+FULL_ATTENTION = "If the head was trained with full attention, set use_sliding_window to false."
 TIED = "tie_word_embeddings"
 OF_FIXED = {TIED: "K170", CONFIG_KEY: "K198"}
 # What to do about a value of `FIXED` that is more than a key without effect.
@@ -243,7 +245,7 @@ def _check_unsupported(config: Config, tensors: Names, problems: Problems) -> No
             ConfigUnsupported,
             f"sliding_window is {window!r}; kconv supports only full attention",
             "config.json: sliding_window",
-            "If the head was trained with full attention, set use_sliding_window to false.",
+            FULL_ATTENTION,
             "K014",
         )
 

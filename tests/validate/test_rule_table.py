@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -74,6 +75,18 @@ def test_findings_that_a_comparison_makes_are_explained_too():
 def test_a_finding_is_made_by_its_rule_alone():
     made = {str(file.relative_to(ROOT)) for file in PRODUCT if "Finding" in calls(file)}
     assert made == {"rule.py"}
+
+
+def test_what_to_do_is_written_once_for_the_reader_and_its_rule():
+    # One imperative that many say.
+    fixes, files = {rule.fix for rule in EVERY_RULE} - {"Export the head again."}, {}
+    for file in PRODUCT:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and node.value in fixes:
+                files.setdefault(node.value, set()).add(file.relative_to(ROOT))
+    read = {"checkpoint", "convert", "drafters", "targets"}
+    twice = {fix for fix, where in files.items() if len(where) > 1 and read & {file.parts[0] for file in where}}
+    assert len(files) > 100 and twice == set()
 
 
 def test_a_finding_has_a_severity_that_its_row_names():

@@ -6,7 +6,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from ...drafters.eagle3 import KEYS
+from ...convert.config import FROM_TRAINING
+from ...convert.read import ONE_NAME
+from ...drafters.eagle3 import FULL_ATTENTION, KEYS
 from ...drafters.keys import Key
 from ...drafters.spec import Mla
 from ...engines.checks import is_speculators
@@ -218,7 +220,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "twins-differ",
         "error",
         "Two tensors hold one weight under two names, but with different values. Engines load different ones.",
-        fix="Find out which one the head was trained with, and remove the other.",
+        fix=ONE_NAME,
         says_fix=True,
     ),
     Rule(
@@ -259,7 +261,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "key-missing",
         "error",
         "The config lacks a key that an engine needs to build the head.",
-        fix="Take it from the head's training config.",
+        fix=FROM_TRAINING,
     ),
     Rule(
         "K011",
@@ -288,7 +290,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "sliding-window",
         "error",
         "The config asks for a sliding window. Not every engine supports it for a draft head.",
-        fix="If the head was trained with full attention, set use_sliding_window to false.",
+        fix=FULL_ATTENTION,
         seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/llama.py#L186-L204",
     ),
     Rule(

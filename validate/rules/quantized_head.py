@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from ...checkpoint.folder import read_json
 from ...checkpoint.formats import CONFIG_KEY, HEAD_SCALES, SIDE_FILE
-from ...convert.quantized import has_scales
+from ...convert.quantized import UNQUANTIZED, has_scales
 from ...drafters.contract import FLOATS
 from ...drafters.spec import Gqa
 from ...errors import KconvError
@@ -98,7 +98,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "quantized-otherwise",
         "error",
         "kconv does not know a weight's quantized format, or the weight was fused before quantizing.",
-        fix="Give the unquantized head, or one whose linears were quantized separately.",
+        fix=UNQUANTIZED,
     ),
     Rule(
         "K208",

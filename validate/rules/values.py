@@ -11,7 +11,8 @@ import numpy as np
 from ...checkpoint.bytes import read_floats
 from ...checkpoint.header import TensorInfo
 from ...checkpoint.manifest import MANIFEST
-from ...convert.shared import SLOTS, find_displaced
+from ...checkpoint.values import BEFORE_IT_BROKE
+from ...convert.shared import OWN_EMBEDDING, SLOTS, find_displaced
 from ...drafters.contract import FLOATS
 from ...drafters.slots import needs
 from ...engines.registry import engines, own_layouts
@@ -207,7 +208,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "not-finite",
         "error",
         "Values are NaN or Inf. The head drafts noise, or breaks the target's whole batch.",
-        fix="Export the head again from a checkpoint before the loss broke.",
+        fix=BEFORE_IT_BROKE,
         values=True,
         check=not_finite,
         drafters=EVERY_FAMILY,
@@ -273,7 +274,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "error",
         "The head's embedding differs from the target's, but an engine uses the target's. It would not serve"
         " what was trained and measured.",
-        fix="Serve this head with vLLM, or train one with the target's embedding.",
+        fix=OWN_EMBEDDING,
         engines=REPLACING,
         seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/speculative/eagle_worker_v2.py#L353-L363",
         values=True,
