@@ -216,8 +216,8 @@ def summary(name: str, operation: str) -> str:
     """Return a command's summary, one line."""
     from ..engines.registry import describe
 
-    text = OPERATIONS[operation].summary
-    return text.replace("an engine's layout", describe(name.removeprefix("to-"))) if operation == "convert" else text
+    layout = name.removeprefix("to-")
+    return f"Write a head in {describe(layout)}." if operation == "convert" else OPERATIONS[operation].summary
 
 
 def _end_with(fault: KconvError) -> NoReturn:
