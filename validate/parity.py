@@ -260,7 +260,8 @@ def _measure(bench: _Bench, parity: Parity, about: dict[str, object], say: Say) 
     output = heads["output"]
     if "source" in heads:
         findings += _judge_approximation(bench, parity, measured)
-    elif isinstance(output, DraftHead):  # the known mistakes are those of Eagle3 heads
+    # With a source too: it shows that nothing was lost, but not that it was right. Only Eagle3's mistakes are known.
+    if isinstance(output, DraftHead):
         say("measuring the head with known mistakes undone")
         known = [one.spec for one in bench.readings]
         gains = measure_mistakes(
@@ -301,10 +302,9 @@ def _judge_approximation(bench: _Bench, parity: Parity, measured: list[Measured]
 
 
 def _layers(output: Head, source: Head | None, readings: Sequence[Reading], stored: Collection[int]) -> tuple[int, ...]:
-    """Return the available layers to measure with: the head's and its readings'. Without a source also their neighbors,
-    which a head that captures too early or too late should have read."""
-    own = set(_captured(output, source))
-    near = set() if source else find_layers(output.spec.captured, stored)
+    """Return the available layers to measure with: the head's, its readings', and their neighbors, which a head that
+    captures too early or too late should have read."""
+    own, near = _captured(output, source), find_layers(output.spec.captured, stored)
     return tuple(sorted({*own, *near, *(layer for one in readings for layer in one.spec.captured)}))
 
 

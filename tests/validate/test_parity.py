@@ -17,7 +17,7 @@ from kconv.checkpoint.manifest import MANIFEST
 from kconv.checkpoint.source import Folder
 from kconv.convert.execute import execute
 from kconv.convert.plan import plan
-from kconv.convert.read import Head, read_head
+from kconv.convert.read import Head, read_head, read_weights
 from kconv.drafters.spec import Gqa, HeadSpec, Rope
 from kconv.engines import MODELOPT, TRTLLM, by_name
 from kconv.errors import PromptsInvalid, StatesInvalid
@@ -30,8 +30,12 @@ from kconv.targets.options import StatesOptions
 from kconv.targets.states import RECORD, open_states
 from kconv.targets.tokenizer import load_tokenizer
 from kconv.targets.write_states import write_states
+from kconv.tiny.target import pack
 from kconv.tiny.text import read_corpus
+from kconv.train.recipe import TEST_GQA
+from kconv.train.run import head_key, train_head
 from kconv.validate.parity import Parity, ParityFound, measure_parity
+from kconv.validate.structure import check_source
 
 SPEC = HeadSpec(
     attention=Gqa(4, kv_heads=2, head_dim=16), hidden=64, target_hidden=64, intermediate=96, layers=1, vocab=512,
@@ -241,3 +245,43 @@ def test_other_prompts_are_let_through(run, output, states, tmp_path):
 def test_texts_too_short_to_draft_in_are_refused(run, output, states):
     with pytest.raises(PromptsInvalid, match="no sequence has"):
         run(output, None, states=states, steps=30)
+
+
+@pytest.fixture(scope="module")
+def trained(cache, tiny_target) -> Head:
+    """Return a head that was trained on the tiny target for a few seconds, or found in the cache."""
+    corpus, tokenizer = read_corpus(), load_tokenizer(tiny_target).inner
+    text, held_out = pack(tokenizer, corpus.train), pack(tokenizer, corpus.held_out)
+    out = cache / f"head-{head_key(tiny_target, TEST_GQA, text, held_out)}"
+    return read_head(open_checkpoint(train_head(tiny_target, out, TEST_GQA, text, held_out)))
+
+
+def swap_mlp(weights: dict) -> dict:
+    return weights | {"0.gate_proj": weights["0.up_proj"], "0.up_proj": weights["0.gate_proj"]}
+
+
+def turn_states(weights: dict) -> dict:
+    return weights | {"fc": weights["fc"].unflatten(1, (3, -1)).flip(1).flatten(1).contiguous()}
+
+
+@pytest.mark.parametrize(
+    ("fault", "where"),
+    [
+        (None, ""),
+        (swap_mlp, "gate_proj and up_proj swapped"),
+        (turn_states, "the states before fc in the order [5, 3, 1]"),
+    ],
+)
+def test_a_fault_that_its_source_has_too_is_found_beside_the_source(run, trained, states, tmp_path, fault, where):
+    """A comparison says that nothing was lost, the readings whether it was right."""
+    weights = read_weights(trained)
+    write_head(tmp_path / "source", MODELOPT, trained.spec, fault(weights) if fault else weights,
+               TRTLLM.write_config(trained.spec))  # fmt: skip
+    source = read_head(open_checkpoint(tmp_path / "source"), layout=MODELOPT)
+    execute(plan(source, by_name("vllm")), tmp_path / "output")
+    output = read_head(open_checkpoint(tmp_path / "output"))
+    assert not check_source(output, source)
+    found = run(output, source, states=states)
+    assert {row.parity.kl for row in found.measured if row.parity} == {0}
+    errors = [(finding.rule, finding.where) for finding in found.findings if finding.severity != "note"]
+    assert errors == ([("K364", where)] if fault else [])
