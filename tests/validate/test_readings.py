@@ -22,11 +22,14 @@ from kconv.measure.texts import Batch, Text
 from kconv.targets.config import parse_target_config
 from kconv.targets.forward import States
 from kconv.validate.readings import (
+    Gain,
     Reading,
     ReadingsMeasured,
     decide_readings,
     find_readings,
+    judge_mistakes,
     judge_readings,
+    known_mistakes,
     measure_readings,
 )
 
@@ -181,3 +184,54 @@ def test_each_reading_runs_over_its_own_layers(tmp_path):
     alone = measure_readings(text, lambda batch: states, tuple(range(7)), 2, draft, found[1:2])
     assert len(both.parts) == 3 and both.sequences == 4
     assert both.parts[1] == alone.parts[0] and both.parts[0] != both.parts[1]
+
+
+# What undoing a mistake gained, of heads whose faults are known: name, kind, acceptance length before, gain, its error,
+# and the gain beyond that of the strength alone. The right ones are byte-exact heads after 20 to 200 steps.
+RIGHT_GAINS = {
+    "norms swapped": Gain("hidden_norm and norm swapped", "strength", 1.638, 0.042, 0.010, beyond=(-0.02, 0.01)),
+    "a norm plus one": Gain("input_layernorm plus one", "strength", 1.431, 0.071, 0.0035, beyond=(0.0, 0.00002)),
+    "a state fed back normed": Gain("a state fed back after the final norm", "strength", 2.300, 0.068, 0.006),
+    "the target's YaRN": Gain("the target's own RoPE", "target's", 1.770, 0.016, 0.003, beyond=(0.001, 0.001)),
+    "a norm scaled": Gain("norm times 1.1", "scale", 2.0, 0.03, 0.007),
+}
+FAULTY_GAINS = {
+    "an order": replace(RIGHT_GAINS["norms swapped"], name="gate_proj and up_proj swapped", kind="structure"),
+    "a norm's own values": Gain("norms swapped", "strength", 2.748, 0.119, 0.01, beyond=(0.11, 0.01)),
+    "another RoPE": Gain("the target's own RoPE", "target's", 1.770, 0.016, 0.003, beyond=(0.015, 0.003)),
+    "no norm at all": Gain("a state fed back after the final norm", "strength", 2.07, 0.8, 0.03),
+    "a large scale": Gain("norm times 0.8", "scale", 2.0, 0.5, 0.02),
+}
+
+
+@pytest.mark.parametrize("gain", RIGHT_GAINS.values(), ids=RIGHT_GAINS)
+def test_what_an_undertrained_head_gains_from_another_strength_is_a_note(gain):
+    (finding,) = judge_mistakes([gain])
+    assert (finding.rule, finding.severity) == ("K365", "note") and gain.name in finding.message
+
+
+@pytest.mark.parametrize("gain", FAULTY_GAINS.values(), ids=FAULTY_GAINS)
+def test_what_a_fault_costs_is_an_error_beside_whatever_training_lacks(gain):
+    (finding,) = judge_mistakes(sorted([gain, *RIGHT_GAINS.values()], key=lambda one: -one.gained))
+    assert (finding.rule, finding.severity) == ("K364", "error") and gain.name in finding.message
+
+
+def test_a_fault_is_named_though_an_undertrained_head_gains_more_from_a_strength():
+    fault = Gain("the states before fc in the order [5, 3, 1]", "structure", 1.6, 0.03, 0.004)
+    (finding,) = judge_mistakes([RIGHT_GAINS["norms swapped"], fault])
+    assert finding.rule == "K364" and fault.name in finding.message
+
+
+def test_norms_without_values_of_their_own_are_held_against_their_strength():
+    """A norm of equal weights that is swapped or moved by one is only stronger or weaker."""
+    slots = random_slots(MLA)
+    norms = [name for name in slots if name.endswith("norm")]
+    even = {name: torch.full_like(slots[name], 1 + place / 4) for place, name in enumerate(norms)}
+    head = DraftHead(MLA, {name: w.float() for name, w in (slots | even).items() if w.is_floating_point()})
+    found = [one for one in known_mistakes(head, range(7)) if one.scaled is not None]
+    assert len(found) > 2 * len(norms)
+    for mistake in found:
+        assert mistake.kind == "strength" and mistake.scaled is not None
+        for name in norms:
+            close = torch.allclose(mistake.head.weights[name].abs(), mistake.scaled.weights[name].abs(), atol=1e-4)
+            assert close, (mistake.name, name)

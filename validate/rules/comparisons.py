@@ -152,9 +152,9 @@ RULES: tuple[Rule[Any], ...] = (
     Rule(
         "K365",
         "norm-off-its-scale",
-        "warning",
-        "The head's acceptance clearly rises when a norm is scaled. The norm was changed after training, or"
-        " the head is not fully trained.",
+        "note",
+        "The head's acceptance rises when a norm is scaled or replaced, by less than a fault costs. The head is"
+        " not fully trained, or the norm was changed a little after training.",
         "Compare the norm with the trainer's. If they are equal, train longer.",
     ),
     Rule(
