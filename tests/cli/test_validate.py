@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -295,9 +296,12 @@ def test_rows_that_are_another_tokens_are_found_beside_the_target(tmp_path, slot
     assert kconv("validate", head, "--for", "vllm", "--target", target).exit_code == 0
     moved = torch.cat([own[slot][:20], own[slot][20:].roll(1, 0)])
     save_file({name: moved}, target / "model.safetensors")
-    shown = kconv("validate", head, "--for", "vllm", "--target", target)
-    assert shown.exit_code == 1
-    assert f"K217 {slot}.weight" in shown.stdout and "from row 20 on" in " ".join(shown.stdout.split())
+    # A source that has the same rows does not excuse them.
+    source = shutil.copytree(head, tmp_path / "source")
+    for beside in ((), ("--source", source)):
+        shown = kconv("validate", head, "--for", "vllm", "--target", target, *beside)
+        assert shown.exit_code == 1
+        assert f"K217 {slot}.weight" in shown.stdout and "from row 20 on" in " ".join(shown.stdout.split())
 
 
 @pytest.mark.parametrize("asked, said", [("all", True), ("sglang", True), ("trtllm", True), ("vllm", False)])
