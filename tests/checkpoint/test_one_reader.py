@@ -27,7 +27,6 @@ ELSEWHERE = {
     "installed.py": {"read_text": "pip's own record of this installation", "json.loads": "that record"},
     "operations/env.py": {"read_text": "/proc/cpuinfo"},
     "targets/rows.py": {"open": "the first bytes of a file of states, whose size is known"},
-    "targets/states.py": {"open": "the first bytes of a regular file, which say of which kind it is"},
     "targets/write_states.py": {
         "read_bytes": "a file of the very size of this run's own text",
         "open": "what was written here is put on the disk",
