@@ -91,7 +91,7 @@ def test_a_report_that_leaves_a_fact_open_stops_the_run_and_names_what_decides_i
     recipe = {"name": "a-check", "steps": {"report": step}}
     with pytest.raises(ReportInvalid, match="1 undecided") as refused:
         carry_out(recipe, root)
-    assert "--target meta-llama/Llama-3.1-8B-Instruct" in str(refused.value)
+    assert "`target` meta-llama/Llama-3.1-8B-Instruct" in str(refused.value)
     assert json.loads((root / "report" / "report.json").read_text())["verdicts"][0]["outcome"] == "undecided"
     with pytest.raises(ReportInvalid, match="found 1 warning"):
         carry_out(changed(recipe, "report", target_layers=32, strict=True), root)
