@@ -194,7 +194,7 @@ def run_guide(page: str, url: str) -> int:
             # A guide shows several ways to make a thing.
             shutil.rmtree(command[2])
         command += SHORT.get(command[0], [])
-        command += ["--heal", "4"] if "--heal" in command else []
+        command += ["--heal", "4"] if "--attention" in command else []
         # Texts of the tiny target are short, and a fit takes ten batches of them.
         command += ["--context", "64"] if "--context" in command else []
         print(line.number, *command, flush=True)
