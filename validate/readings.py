@@ -53,7 +53,7 @@ LEAST = 6
 # A mistake counts if undoing it gains this many standard errors, and this share of the acceptance length.
 SIGMAS, GAIN = 4.0, 0.01
 # A change of strength is a fault if it costs this share of the accepted drafts. A right head of 20 steps gained 17 %
-# from one (docs/validate.md); a norm that is off by one, or left out, costs trained heads 25 to 80 %.
+# from one, the most of 36 (docs/validate.md, which also says which faults are found at which acceptance).
 FAULT = 0.2
 # For a mistake that is not the best of many, but tested by itself.
 SIGMAS_OF_ONE, GAIN_OF_ONE = 3.0, 0.001
