@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 # Worst first.
@@ -17,6 +18,32 @@ UNDECODED = re.compile("[\udc80-\udcff]+")
 def readable(text: object) -> str:
     """Return a text with a path's bytes as UTF-8, whatever the locale: what is written and printed must be UTF-8."""
     return UNDECODED.sub(lambda found: found[0].encode("utf-8", "surrogateescape").decode(errors="replace"), str(text))
+
+
+class Where(str):
+    """What an error or a problem is about: the text that says it, and the file and the key as values.
+
+    Attributes:
+        file: the file; relative if it is one of the checkpoint in hand.
+        key: the key in the file; empty for the whole file.
+    """
+
+    file: Path
+    key: str
+
+    def __new__(cls, file: Path, key: str = "") -> Where:
+        where = super().__new__(cls, f"{readable(file)}: {key}" if key else readable(file))
+        where.file, where.key = file, key
+        return where
+
+    def within(self, folder: object) -> str:
+        """Return it with the name of the checkpoint, which who reads a config does not know."""
+        return str(self) if self.file.is_absolute() else f"{folder}/{self}"
+
+
+def in_config(key: str = "") -> Where:
+    """Return the place of a key of the config.json in hand, or of the whole file."""
+    return Where(Path("config.json"), key)
 
 
 class KconvError(Exception):
@@ -35,7 +62,9 @@ class KconvError(Exception):
     def __init__(
         self, what: str, *, where: object = "", fix: str = "", see: str = "", code: str = "", needs: str = ""
     ) -> None:
-        self.what, self.where, self.fix = (PASSWORD.sub("://***@", readable(text)) for text in (what, where, fix))
+        self.what, self.fix = (PASSWORD.sub("://***@", readable(text)) for text in (what, fix))
+        where = Where(where) if isinstance(where, Path) else where
+        self.where = where if isinstance(where, Where) else PASSWORD.sub("://***@", readable(where))
         self.see, self.needs = see, needs
         self.code = code or re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=A)(?=[A-Z][a-z])", "-", type(self).__name__).lower()
         super().__init__(self.what)

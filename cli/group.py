@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-import re
 import sys
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -84,8 +83,10 @@ class Command(click.Command):
         self.about = about
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        # What is left over is refused here, where it can be said what the command takes.
+        ctx.allow_extra_args = True
         try:
-            return super().parse_args(ctx, args)
+            left = super().parse_args(ctx, args)
         except click.MissingParameter as error:
             said = self.about.get(getattr(error.param, "name", ""), "") or getattr(error.param, "help", "")
             raise click.MissingParameter(said, error.ctx, error.param) from error
@@ -97,17 +98,13 @@ class Command(click.Command):
                 usage = " ".join(super().collect_usage_pieces(ctx)[1:])
                 raise _no_option(error, f"{meant} is an argument: {ctx.command_path} {usage}") from error
             raise
-        except click.UsageError as error:
-            if "unexpected extra argument" in error.message:
-                taken = self._taken(ctx, error.message)
-                raise click.UsageError(f"{error.message.rstrip('.')}. {taken}", error.ctx) from error
-            raise
-
-    def _taken(self, ctx: click.Context, message: str) -> str:
-        if re.search(r"\([\d ]+\)", message):
-            return "A list is one word with commas, e.g. 1,29,57."
-        usage = " ".join(super().collect_usage_pieces(ctx)[1:])
-        return f"{ctx.command_path} takes {usage or 'no argument'}."
+        if left and not ctx.resilient_parsing:
+            usage = " ".join(super().collect_usage_pieces(ctx)[1:])
+            taken = f"{ctx.command_path} takes {usage or 'no argument'}."
+            if all(word.isdecimal() for word in left):
+                taken = "A list is one word with commas, e.g. 1,29,57."
+            ctx.fail(f"Got unexpected extra argument{'s' * (len(left) > 1)} ({' '.join(left)}). {taken}")
+        return left
 
 
 def _no_option(error: click.NoSuchOption, meant: str) -> click.NoSuchOption:

@@ -17,7 +17,7 @@ from ..drafters.facts import TARGETS_DEPTH, Fact, stored_layers
 from ..drafters.keys import ABSENT, BALLAST, ConfigTable, Key, checked, find
 from ..drafters.rope_keys import find_rope, stated_places, states_theta
 from ..drafters.spec import Gqa, Mla, Rope, Yarn
-from ..errors import ConfigInvalid, ConfigUnsupported, Problem
+from ..errors import ConfigInvalid, ConfigUnsupported, Problem, in_config
 from .quantized import has_scales
 
 # In a nested config and its root, the inner keys are the head's.
@@ -134,7 +134,7 @@ def find_config(
     rope = find_rope(config, problems)
     if not states_theta(config):
         what = "the config has no rope_theta; engines use their own default"
-        problems.append(Problem("K162", "warning", "config.json: rope_theta", what, THETA, needs="--rope-theta"))
+        problems.append(Problem("K162", "warning", in_config("rope_theta"), what, THETA, needs="--rope-theta"))
     max_positions = None
     with problems.catching():
         max_positions = _max_positions(config, rope, hints)
@@ -182,7 +182,7 @@ def refuse_unstated(read: ReadConfig) -> None:
     for key in read.unstated:
         raise ConfigInvalid(
             f"the config has no {key}; engines use their own default, whatever the head was trained with",
-            where="config.json",
+            where=in_config(),
             fix=THETA,
         )
 
@@ -203,7 +203,7 @@ def _unify(config: Mapping[str, Any], table: ConfigTable, problems: Problems) ->
             problems.add(
                 ConfigUnsupported,
                 f"{key} is {flat[key]!r}; kconv supports such heads only with {allowed[0]!r}",
-                f"config.json: {key}",
+                in_config(key),
                 "If another layout gives the key the meaning that it has for this head, name that layout with --from.",
             )
     left = tuple(key for key in flat if key in table.ballast or key in table.otherwise)
@@ -220,7 +220,7 @@ def _with_words(
         problems.add(
             ConfigInvalid,
             f"rope_theta is {next(iter(stated.values()))!r} in the config, but --rope-theta is {hints.rope_theta!r}",
-            "config.json: rope_theta",
+            in_config("rope_theta"),
             "Remove --rope-theta, or correct the config.",
         )
     theta = hints.rope_theta if hints.rope_theta is not None else table.trained.get("rope_theta")
@@ -235,14 +235,14 @@ def _with_words(
                 ConfigInvalid,
                 f"{key} is not in the config, which means {json.dumps(default(flat))} in this layout, but the option"
                 f" says {json.dumps(told)}",
-                f"config.json: {key}",
+                in_config(key),
                 "Remove the option. If the config lost the key, add it there with the value used in training.",
             )
         if stated not in (None, told):
             problems.add(
                 ConfigInvalid,
                 f"{key} is {stated!r} in the config, but the option says {told!r}",
-                f"config.json: {key}",
+                in_config(key),
                 "Remove the option, or correct the config.",
             )
         flat |= {key: told}
@@ -252,7 +252,7 @@ def _with_words(
             problems.add(
                 ConfigInvalid,
                 f"the config does not state {name}: {why}",
-                f"config.json: {name}",
+                in_config(name),
                 f"Pass {fact.option} yes or no, as the head was trained.",
                 fact.code,
                 fact.option,
@@ -290,7 +290,7 @@ def _own_depth(config: Mapping[str, Any], tensors: Iterable[str], hints: Hints, 
             problems.add(
                 ConfigInvalid,
                 f"{held} decoder layer(s) are stored, but --layers is {hints.layers}",
-                f"config.json: {key}",
+                in_config(key),
                 "Pass the number of stored layers, or export the whole head.",
                 TARGETS_DEPTH,
             )
@@ -302,7 +302,7 @@ def _own_depth(config: Mapping[str, Any], tensors: Iterable[str], hints: Hints, 
             ConfigInvalid,
             f"{key} is {stated}, but {held} decoder layer(s) are stored: the number looks copied from the target's"
             " config",
-            f"config.json: {key}",
+            in_config(key),
             f"Pass --layers {held}, or correct the config. If the head has {stated} layers, export all of them.",
             TARGETS_DEPTH,
         )
@@ -314,7 +314,7 @@ def _flatten(config: Mapping[str, Any], nested: str, problems: Problems) -> dict
     inner = config.get(nested)
     if not isinstance(inner, Mapping):
         what = f"{nested} is {inner!r}, not an object"
-        problems.add(ConfigInvalid, what, f"config.json: {nested}", "Export the head again.")
+        problems.add(ConfigInvalid, what, in_config(nested), "Export the head again.")
         return dict(config)
     outer = {key: value for key, value in config.items() if key != nested}
     for key in sorted(outer.keys() & inner.keys() - INNER):
@@ -322,7 +322,7 @@ def _flatten(config: Mapping[str, Any], nested: str, problems: Problems) -> dict
             problems.add(
                 ConfigInvalid,
                 f"the config contradicts itself: {key} is {outer[key]!r}, but {inner[key]!r} in {nested}",
-                f"config.json: {key}",
+                in_config(key),
                 "Keep the one that the head was trained with.",
                 "K016",
             )
@@ -338,7 +338,7 @@ def _read_key(
         problems.add(
             ConfigInvalid,
             "the config contradicts itself: " + ", ".join(f"{n} is {v!r}" for n, v in stated.items()),
-            f"config.json: {', '.join(stated)}",
+            in_config(", ".join(stated)),
             "Each engine would pick one of them; keep the one that the head was trained with.",
             "K011",
         )
@@ -357,7 +357,7 @@ def _read_key(
             return  # it depends on a key that has a problem itself
     else:
         name = key.names[0]
-        what, where = f"the config has no {name}", f"config.json: {name}"
+        what, where = f"the config has no {name}", in_config(name)
         if (fact := facts.get(name)) is not None and fact.fills:
             problems.add(ConfigInvalid, what, where, f"Pass {fact.option}. {FROM_TRAINING}", fact.code, fact.option)
         else:
@@ -376,7 +376,7 @@ def _max_positions(config: Mapping[str, Any], rope: Rope | None, hints: Hints) -
         return checked(f"{name}, which follows from YaRN's factor,", rope.scaling.reach, "count", name)
     raise ConfigInvalid(
         "the config has no max_position_embeddings",
-        where="config.json: max_position_embeddings",
+        where=in_config("max_position_embeddings"),
         fix="Pass --max-positions: the longest context that you will serve.",
     )
 
@@ -391,7 +391,7 @@ def _check_dims(spec: Spec, problems: Problems) -> None:
             problems.add(
                 ConfigInvalid,
                 f"{attention.heads} attention heads cannot share {attention.kv_heads} key-value heads evenly",
-                "config.json: num_key_value_heads",
+                in_config("num_key_value_heads"),
                 "Correct the two counts; the second must divide the first.",
             )
         rotary = int(spec.rope.partial_rotary_factor * attention.head_dim)
@@ -401,14 +401,14 @@ def _check_dims(spec: Spec, problems: Problems) -> None:
             problems.add(
                 ConfigUnsupported,
                 f"partial_rotary_factor is {spec.rope.partial_rotary_factor} on an MLA head",
-                "config.json: partial_rotary_factor",
+                in_config("partial_rotary_factor"),
                 "Remove the key if it has no effect on this head: qk_rope_head_dim decides which dims MLA rotates.",
             )
     if rotary < 2 or rotary % 2:
         problems.add(
             ConfigInvalid,
             f"RoPE would rotate {rotary} dims of each head, but it rotates pairs",
-            "config.json: head_dim, qk_rope_head_dim, partial_rotary_factor",
+            in_config("head_dim, qk_rope_head_dim, partial_rotary_factor"),
             "Correct head_dim, qk_rope_head_dim or partial_rotary_factor.",
         )
 

@@ -13,7 +13,7 @@ from ..checkpoint.source import Source
 from ..drafters.base import Config, Kind, Names
 from ..drafters.captured import TARGET
 from ..drafters.registry import drafters, is_claimed
-from ..errors import KconvError, NotACheckpoint, Problem, UnknownLayout
+from ..errors import KconvError, NotACheckpoint, Problem, UnknownLayout, in_config
 
 # A head's README takes some kilobytes, its front matter some lines.
 README_BYTES = 1_000_000
@@ -54,7 +54,7 @@ def not_a_head(kind: Kind, config: Config) -> Problem:
     """Return the problem of a checkpoint that is not a head."""
     stated = [f"{key} {config[key]!r}" for key in ("architectures", "model_type") if config.get(key)]
     what = f"this is {kind.what}{': ' if stated else ''}{', '.join(stated)}"
-    error = UnknownLayout(what, where="config.json", fix=kind.fix)
+    error = UnknownLayout(what, where=in_config(), fix=kind.fix)
     return error.problem("K004")
 
 

@@ -72,13 +72,7 @@ def _config(target: Source | None) -> TargetConfig | None:
 def _read(checkpoint: Checkpoint, layout: Layout | None, hints: Hints, target: TargetConfig | None) -> Head:
     read = claim_tensors if checkpoint.headers_only else read_head
     hints = hints.model_copy(update={"target_layers": target.layers}) if target else hints
-    try:
-        return read(checkpoint, layout=layout, hints=hints)
-    except KconvError as error:
-        # The config reader does not know which checkpoint its config belongs to, and a command may have two.
-        if error.where == "config.json":
-            error.where = f"{checkpoint.source}/config.json"
-        raise
+    return read(checkpoint, layout=layout, hints=hints)
 
 
 def _check_fit(spec: Spec, target: TargetConfig, name: str) -> None:

@@ -29,6 +29,8 @@ from ..errors import (
     TensorTwins,
     TensorUnknown,
     UnknownLayout,
+    Where,
+    in_config,
 )
 from .config import ReadConfig, find_config
 from .identify import identify, not_a_head
@@ -141,10 +143,9 @@ class HeadReading:
         """
         for problem in self.errors:
             problem = summarize(self.misfits) if problem in self.misfits else problem
-            # The config reader does not know which checkpoint its config belongs to, and a command may have two.
-            in_config = problem.where.partition(":")[0] == "config.json"
-            where = f"{self.checkpoint.source}/{problem.where}" if in_config else problem.where
-            raise replace(problem, where=where).error()
+            if isinstance(problem.where, Where):
+                problem = replace(problem, where=problem.where.within(self.checkpoint.source))
+            raise problem.error()
         if self.head is None:
             raise RuntimeError("the head was neither read nor refused")
         return self.head
@@ -203,7 +204,7 @@ def read(
             if slot not in places and not need.slot.absent_when(spec):
                 error = LayoutCannot(
                     f"{layout.name} has no place for {slot}, which the config requires",
-                    where="config.json",
+                    where=in_config(),
                     fix="Name the head's layout with --from.",
                 )
                 problems.append(problem_of(error))
@@ -302,7 +303,7 @@ def _check_quantization(head: Head, problems: Problems) -> None:
     if head.is_quantized and not stated:
         error = ConfigInvalid(
             f"the weights are quantized, but neither {CONFIG_KEY} in the config nor {SIDE_FILE} says how",
-            where="config.json",
+            where=in_config(),
             fix="Export the head again. Engines would read its packed bytes as weights.",
         )
         problems.append(error.problem("K197"))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..checkpoint.manifest import Hints
-from ..errors import CapturedUndecided, ConfigInvalid, KconvError, Problem
+from ..errors import CapturedUndecided, ConfigInvalid, KconvError, Problem, in_config
 from .contract import Problems
 from .keys import CONVENTION, IDS, INPUTS, NESTED, OUTPUTS, TOP
 
@@ -104,15 +104,15 @@ def read_captured(config: Mapping[str, Any], hints: Hints, names: Iterable[str],
     nested = config.get(EAGLE) or {}
     if not isinstance(nested, Mapping):
         problems.append(
-            ConfigInvalid(
-                "eagle_config is not an object", where=f"config.json: {EAGLE}", fix="Export it again."
-            ).problem("K152")
+            ConfigInvalid("eagle_config is not an object", where=in_config(EAGLE), fix="Export it again.").problem(
+                "K152"
+            )
         )
         return None
     before = len(problems)
     for path, value in ((TOP, config.get(TOP)), (NESTED, nested.get(IDS))):
         with problems.catching():
-            _ids(value, f"config.json: {path}")
+            _ids(value, in_config(path))
     if len(problems) > before:
         return None
     decided, names = None, tuple(names)
@@ -123,7 +123,7 @@ def read_captured(config: Mapping[str, Any], hints: Hints, names: Iterable[str],
             Problem(
                 AGAINST_MARKS,
                 "warning",
-                "config.json",
+                in_config(),
                 f"{decided.how}; {decided.against}",
                 "Remove --captured and --captured-are, or let kconv validate measure both readings (--target with"
                 " --prompts or --states).",
@@ -133,7 +133,7 @@ def read_captured(config: Mapping[str, Any], hints: Hints, names: Iterable[str],
         error = ConfigInvalid(
             f"the head reads the output of layer {decided.ids[-1]}, but the target's last layer is"
             f" {hints.target_layers - 1} ({decided.how})",
-            where="--captured" if hints.captured else f"config.json: {TOP}",
+            where="--captured" if hints.captured else in_config(TOP),
             fix="Pass the layers that the head was trained on (--captured), and its own target.",
         )
         problems.append(error.problem("K148"))
@@ -163,7 +163,7 @@ def readings(config: Mapping[str, Any], hints: Hints, names: Iterable[str] = ())
     for place in places:
         for convention in ("outputs", "inputs"):
             try:
-                if ids := _ids(place, "config.json"):
+                if ids := _ids(place, in_config()):
                     one = _told(ids, convention)
                     found.append(Captured(one.ids, f"{list(ids)} are layer {convention}"))
             except KconvError:
@@ -193,14 +193,14 @@ def _decide(
         _ids(hints.captured, "--captured", code="K008")
         told = _told(hints.captured, hints.captured_are or "outputs", "--captured")
         return _by_word(_agreeing(told, config, nested_config), hints)
-    top = _ids(config.get(TOP), f"config.json: {TOP}")
-    nested = _ids(nested_config.get(IDS), f"config.json: {NESTED}")
+    top = _ids(config.get(TOP), in_config(TOP))
+    nested = _ids(nested_config.get(IDS), in_config(NESTED))
     listed = nested or top
     if hints.captured_are is not None and listed:
         if top not in (None, listed):
             raise CapturedUndecided(
                 f"there are two lists, {list(listed)} in eagle_config and {list(top)} at the top level",
-                where="config.json",
+                where=in_config(),
                 fix="Pass --captured, or remove --captured-are. The top-level list always holds inputs.",
                 needs="--captured",
             )
@@ -208,7 +208,7 @@ def _decide(
     if hints.captured_are is not None:
         raise ConfigInvalid(
             f"--captured-are {hints.captured_are} says how to read the config's list of layers, but it has none",
-            where=f"config.json: {TOP}",
+            where=in_config(TOP),
             fix=f"Remove --captured-are, or list the layers: --captured IDS --captured-are {hints.captured_are}.",
         )
     saved = saved_by(config, nested_config, names)
@@ -221,7 +221,7 @@ def _decide(
         if not 0 <= ids[0] < ids[1] < ids[2]:
             raise CapturedUndecided(
                 f"the config lists no captured layers, and {hints.target_layers} layers are too few for the default",
-                where=f"config.json: {TOP}",
+                where=in_config(TOP),
                 fix="Pass --captured: the 0-based layer outputs that the head was trained on.",
                 needs="--captured",
             )
@@ -229,14 +229,14 @@ def _decide(
         return Captured(ids, f"not in the config; {word}", word)
     raise CapturedUndecided(
         "the config does not say which target layers this head reads",
-        where=f"config.json: {TOP}",
+        where=in_config(TOP),
         fix="Pass --target (only its config is read) or --target-layers N. The depth N decides the default, the outputs"
         " of 1, N//2-1, N-4. If the head was trained on others, pass --captured with their 0-based ids.",
         needs=TARGET,
     )
 
 
-def _told(ids: tuple[int, ...], convention: str, where: str = "config.json") -> Captured:
+def _told(ids: tuple[int, ...], convention: str, where: str = in_config()) -> Captured:
     outputs = ids if convention == "outputs" else tuple(i - 1 for i in ids)
     if min(outputs) < 0:
         raise CapturedUndecided(
@@ -278,15 +278,15 @@ def _agreeing(told: Captured, config: Mapping[str, Any], nested_config: Mapping[
         if stated is not None and stated.ids != told.ids:
             raise ConfigInvalid(
                 f"{stated.how}, the outputs of {list(stated.ids)}, but --captured says {list(told.ids)}",
-                where="config.json",
+                where=in_config(),
                 fix="Remove --captured and --captured-are, or correct the config if it is wrong.",
             )
     places = {TOP: config, NESTED: nested_config}
-    found = [list(ids) for name, place in places.items() if (ids := _ids(place.get(IDS), f"config.json: {name}"))]
+    found = [list(ids) for name, place in places.items() if (ids := _ids(place.get(IDS), in_config(name)))]
     if found and not any(list(told.ids) in (ids, [i - 1 for i in ids]) for ids in found):
         raise ConfigInvalid(
             f"--captured says {list(told.ids)}, but {' and '.join(map(str, found))} in the config cannot mean them",
-            where="config.json",
+            where=in_config(),
             fix="Pass --captured-are outputs or inputs for the listed layers, or correct the config if it is wrong.",
         )
     return told
@@ -307,7 +307,7 @@ def _from_top(
     if nested and ((beside and beside.ids != found.ids) or nested not in (top, found.ids)):
         raise ConfigInvalid(
             f"captured layers contradict: {TOP} is {list(top)}, in eagle_config {list(nested)}",
-            where="config.json",
+            where=in_config(),
             fix="Find out which layers the head was trained on and "
             + ("correct the other list." if beside or stated else "pass --captured."),
             code="K146",
@@ -323,7 +323,7 @@ def _refuse_outputs(top: tuple[int, ...], layers: int | None, saved: str) -> Non
         return
     raise CapturedUndecided(
         f"{TOP} lists {list(top)}: {why}, but vLLM reads them as inputs",
-        where=f"config.json: {TOP}",
+        where=in_config(TOP),
         fix="Pass --captured-are outputs (trainers) or --captured-are inputs (vLLM).",
         needs="--captured-are",
     )
@@ -335,7 +335,7 @@ def _from_nested(nested: tuple[int, ...], eagle_config: Mapping[str, Any], layer
     if nested == _default(default_inputs, nested[-1] + 3, layers):
         raise CapturedUndecided(
             f"eagle_config lists {list(nested)}: vLLM's default as layer inputs, but the list may also mean outputs",
-            where=f"config.json: {NESTED}",
+            where=in_config(NESTED),
             fix="Pass --captured-are inputs (published Kimi heads that list [2, 30, 58]) or --captured-are outputs.",
             needs="--captured-are",
         )
@@ -351,7 +351,7 @@ def _from_nested(nested: tuple[int, ...], eagle_config: Mapping[str, Any], layer
         return Captured(nested, f"{list(nested)} in eagle_config with its producer's marks: layer outputs")
     raise CapturedUndecided(
         f"eagle_config lists {list(nested)} but does not say whether these are layer outputs or inputs",
-        where=f"config.json: {NESTED}",
+        where=in_config(NESTED),
         fix="Pass --captured-are outputs (trainers) or --captured-are inputs (vLLM).",
         needs="--captured-are",
     )
@@ -360,12 +360,12 @@ def _from_nested(nested: tuple[int, ...], eagle_config: Mapping[str, Any], layer
 def _stated(place: Mapping[str, Any], name: str) -> Captured | None:
     """Return the convention stated with a list: in eagle_config, or at the top level."""
     stated = place.get(CONVENTION)
-    listed = None if stated is None else _ids(place.get(IDS), f"config.json: {IDS} in {name}")
+    listed = None if stated is None else _ids(place.get(IDS), in_config(f"{IDS} in {name}"))
     if listed is None:
         return None
     if stated not in (OUTPUTS, INPUTS):
         raise ConfigInvalid(
-            f"{CONVENTION} in {name} is {stated!r}", where="config.json", fix=f"Write {OUTPUTS} or {INPUTS}."
+            f"{CONVENTION} in {name} is {stated!r}", where=in_config(), fix=f"Write {OUTPUTS} or {INPUTS}."
         )
     ids = _told(listed, "outputs" if stated == OUTPUTS else "inputs").ids
     return Captured(ids, f"{name} states that {list(listed)} are {stated.replace('_', ' ')}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..checkpoint.formats import CONFIG_KEY
 from ..checkpoint.manifest import FactValue, Hints
-from ..errors import ConfigInvalid, ConfigUnsupported, LayoutCannot, Problem
+from ..errors import ConfigInvalid, ConfigUnsupported, LayoutCannot, Problem, in_config
 from .base import Config, Drafter, Kind, Names, Spec
 from .captured import EAGLE, UNDECIDED, Captured, default_formula, read_captured, readings
 from .contract import Problems
@@ -219,13 +219,13 @@ def _check_unsupported(config: Config, tensors: Names, problems: Problems) -> No
         if value is not ABSENT and value not in allowed:
             if name == TIED and value is True and _is_untied(config, tensors):
                 what = f"{TIED} is true, but lm_head has its own rows, so it is not tied; engines may believe the key"
-                problems.append(Problem(OF_FIXED[TIED], "warning", f"config.json: {TIED}", what, "Convert the head."))
+                problems.append(Problem(OF_FIXED[TIED], "warning", in_config(TIED), what, "Convert the head."))
                 continue
             only = "without the key" if allowed[0] is None else f"with {allowed[0]!r}"
             problems.add(
                 ConfigUnsupported,
                 f"{name} is {value!r}; kconv supports only heads {only}",
-                f"config.json: {name}",
+                in_config(name),
                 FIXES.get(name)
                 or "If the key has no effect on this head, remove it; otherwise kconv cannot support this head.",
                 codes.get(name, "K013"),
@@ -235,7 +235,7 @@ def _check_unsupported(config: Config, tensors: Names, problems: Problems) -> No
         problems.add(
             ConfigUnsupported,
             f"layer_types is {kinds!r}; kconv supports only full attention",
-            "config.json: layer_types",
+            in_config("layer_types"),
             "Serve this head with the engine that it was made for.",
             "K014",
         )
@@ -244,7 +244,7 @@ def _check_unsupported(config: Config, tensors: Names, problems: Problems) -> No
         problems.add(
             ConfigUnsupported,
             f"sliding_window is {window!r}; kconv supports only full attention",
-            "config.json: sliding_window",
+            in_config("sliding_window"),
             FULL_ATTENTION,
             "K014",
         )
@@ -273,7 +273,7 @@ def _check_count(
             problems.add(
                 ConfigInvalid,
                 f"num_aux_hidden_states is {count!r}, but {length} captured layers are listed{place}",
-                "config.json: num_aux_hidden_states",
+                in_config("num_aux_hidden_states"),
                 "Correct whichever contradicts fc.weight's width.",
                 "K149",
             )

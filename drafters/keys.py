@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import ConfigInvalid
+from ..errors import ConfigInvalid, in_config
 from .spec import Gqa, Mla
 
 Values = Mapping[str, Any]
@@ -129,7 +129,7 @@ def checked(name: str, value: Any, kind: str, key: str = "") -> Any:
     if not right(value):
         raise ConfigInvalid(
             f"{name} is {value!r}, not {phrase}",
-            where=f"config.json: {key or name}",
+            where=in_config(key or name),
             fix="Correct the key.",
             code="K012",
         )

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from ..errors import ConfigInvalid, ConfigUnsupported
+from ..errors import ConfigInvalid, ConfigUnsupported, in_config
 from .contract import Problems
 from .spec import Linear, Llama3, Rope, Yarn
 
@@ -84,7 +84,7 @@ def _parse(stated: dict[str, Any]) -> Rope:
     if partial > 1:
         raise ConfigInvalid(
             f"partial_rotary_factor is {partial}, more than 1",
-            where="config.json: partial_rotary_factor",
+            where=in_config("partial_rotary_factor"),
             fix="Correct the key.",
             code=INVALID,
         )
@@ -93,7 +93,7 @@ def _parse(stated: dict[str, Any]) -> Rope:
         if stated:
             raise ConfigInvalid(
                 f"the config has RoPE's {', '.join(sorted(stated))}, but no rope_type that uses them",
-                where="config.json: rope_scaling",
+                where=in_config("rope_scaling"),
                 fix='State the rope_type that the head was trained with, e.g. "yarn".',
                 code=INVALID,
             )
@@ -101,7 +101,7 @@ def _parse(stated: dict[str, Any]) -> Rope:
     if not isinstance(kind, str) or kind not in SCALINGS:
         raise ConfigUnsupported(
             f"RoPE scaling {kind!r} is not supported ({', '.join(SCALINGS)})",
-            where="config.json: rope_scaling",
+            where=in_config("rope_scaling"),
             fix="Serve this head with the engine that it was made for.",
             code=INVALID,
         )
@@ -110,7 +110,7 @@ def _parse(stated: dict[str, Any]) -> Rope:
     if unknown or stated.get("truncate") is False:
         raise ConfigUnsupported(
             f"RoPE scaling {kind} with {', '.join(unknown or ['truncate: false'])}",
-            where="config.json: rope_scaling",
+            where=in_config("rope_scaling"),
             fix="Remove the key if it has no effect on the trained head.",
             code=INVALID,
         )
@@ -119,7 +119,7 @@ def _parse(stated: dict[str, Any]) -> Rope:
     if missing:
         raise ConfigInvalid(
             f"RoPE scaling {kind} lacks {', '.join(missing)}",
-            where="config.json: rope_scaling",
+            where=in_config("rope_scaling"),
             fix="Add it with the value that the head was trained with. Engines use different defaults.",
             code=INVALID,
         )
@@ -127,7 +127,7 @@ def _parse(stated: dict[str, Any]) -> Rope:
     if values.get("beta_slow", 0.0) > values.get("beta_fast", math.inf):
         raise ConfigInvalid(
             f"RoPE's beta_slow {values['beta_slow']} is above its beta_fast {values['beta_fast']}",
-            where="config.json: rope_scaling",
+            where=in_config("rope_scaling"),
             fix="Correct the keys; beta_fast must be the larger one.",
             code=INVALID,
         )
@@ -163,7 +163,7 @@ def _merge(config: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
         if value is not None and not isinstance(value, Mapping):
             error = ConfigInvalid(
                 f"the RoPE parameters are {value!r}, not an object",
-                where=f"config.json: {place}",
+                where=in_config(place),
                 fix="Export it again.",
             )
             problems.append(error.problem(INVALID))
@@ -174,7 +174,7 @@ def _merge(config: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
             said = ", ".join(f"{place} is {value!r}" for place, value in places.items())
             error = ConfigInvalid(
                 f"the config states RoPE's {key} twice, with different values: {said}",
-                where="config.json: rope_theta, rope_scaling, rope_parameters",
+                where=in_config("rope_theta, rope_scaling, rope_parameters"),
                 fix="Keep the value that the head was trained with. Engines differ in which they read.",
             )
             problems.append(error.problem("K160"))
@@ -195,5 +195,5 @@ def _number(name: str, value: object) -> float:
     bounded = f"number from {least:g} to {most:g}" if name in BOUNDS else f"positive number up to {MOST:g}"
     kind = "whole number of tokens below 2**31" if is_count else bounded
     raise ConfigInvalid(
-        f"RoPE's {name} is {value!r}, not a {kind}", where="config.json", fix="Correct the key.", code=INVALID
+        f"RoPE's {name} is {value!r}, not a {kind}", where=in_config(), fix="Correct the key.", code=INVALID
     )

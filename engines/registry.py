@@ -16,7 +16,15 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import CountersMissing, DefinitionsMixed, EngineUnknown, LayoutCannot, PluginInvalid, UnknownLayout
+from ..errors import (
+    CountersMissing,
+    DefinitionsMixed,
+    EngineUnknown,
+    LayoutCannot,
+    PluginInvalid,
+    UnknownLayout,
+    in_config,
+)
 from ..installed import load_plugins
 
 if TYPE_CHECKING:
@@ -151,7 +159,7 @@ def detect(config: Mapping[str, Any], names: Names) -> Layout:
     raise UnknownLayout(
         (what if held else f"kconv does not recognize this as {titles}")
         + f": architectures {config.get('architectures')}, model_type {config.get('model_type')!r}",
-        where="config.json",
+        where=in_config(),
         fix=f"Pass a target as --target, or to kconv validate. If this is {titles}, name its layout with "
         f"--from: {', '.join(layout.name for layout in layouts() if layout.drafter in (marked or drafters()))}.",
     )

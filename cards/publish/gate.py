@@ -19,7 +19,7 @@ from ..license_checks import check_folder
 from ..sections import not_repeated
 from ..target_card import is_target, lost
 from .floor import find_measurements, largest_loss, list_measured
-from .release import IMAGES, Candidate
+from .release import IMAGES, Candidate, naming_originals
 from .secrets import find_secrets
 
 # Keys of the card's front matter; the license checks cover the license and the base models.
@@ -64,10 +64,10 @@ class Check(Rule[Candidate]):
 
 def _manifest(candidate: Candidate) -> Iterator[Found]:
     try:
-        _ = candidate.manifest  # reads every byte, and may raise
+        with naming_originals(candidate.folder, candidate.origin, {}):
+            _ = candidate.manifest  # reads every byte, and may raise
     except KconvError as fault:
-        where, what = (text.replace(str(candidate.folder), str(candidate.origin)) for text in (fault.where, fault.what))
-        yield Found(where or str(candidate.origin), what)
+        yield Found(fault.where or str(candidate.origin), fault.what)
 
 
 def _unaccounted(candidate: Candidate) -> Iterator[Found]:
@@ -351,13 +351,9 @@ def judge(candidate: Candidate) -> list[Finding]:
     broken = list(MANIFEST_HOLDS.findings(candidate))
     if broken:
         return broken
-    try:
+    with naming_originals(candidate.folder, candidate.origin, {}):
         found = [finding for check in CHECKS for finding in check.findings(candidate)]
         return [*found, *check_folder(candidate.folder, candidate.facts)]
-    except KconvError as fault:
-        # About the user's file, not the checked copy.
-        fault.where = fault.where.replace(str(candidate.folder), str(candidate.origin))
-        raise
 
 
 def allowable() -> frozenset[str]:

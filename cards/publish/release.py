@@ -24,7 +24,7 @@ from ...checkpoint.manifest import MANIFEST, Manifest, verify
 from ...checkpoint.schema import MAX_JSON, read_bounded
 from ...checkpoint.source import Source
 from ...checkpoint.staging import make_private, staged
-from ...errors import KconvError, NotACheckpoint, PublishRefused
+from ...errors import KconvError, NotACheckpoint, PublishRefused, Where
 from ...validate.claims import check_claims
 from ...validate.report import REPORT, Report, read_report, report_file
 from ..card import gather_files, make_card, write
@@ -261,7 +261,7 @@ def open_candidate(
         copy.mkdir()
         for name, file in originals.items():
             _hold(file, copy / name)
-        with _named_as(dict.fromkeys(originals, folder) | elsewhere, copy, folder):
+        with naming_originals(copy, folder, elsewhere):
             made = _open_copy(copy, folder, originals, floor, facts or Facts())
     except BaseException:
         remove()
@@ -301,14 +301,15 @@ def _hold(file: Path, to: Path) -> None:
 
 
 @contextmanager
-def _named_as(originals: Mapping[str, Path], copy: Path, folder: Path) -> Iterator[None]:
-    """Make errors about the copy name the user's files."""
+def naming_originals(copy: Path, folder: Path, elsewhere: Mapping[str, Path]) -> Iterator[None]:
+    """Make errors about the checked copy name the user's files: those of a folder, and evidence from elsewhere."""
     try:
         yield
     except KconvError as fault:
-        name = fault.where.removeprefix(f"{copy}/")
-        own = originals.get(name, folder)
-        fault.where = str(own if own != folder else folder / name) if name != fault.where else fault.where
+        where = fault.where
+        if isinstance(where, Where) and where.file.is_relative_to(copy):
+            name = where.file.relative_to(copy)
+            fault.where = Where(elsewhere.get(str(name), folder / name), where.key)
         raise
 
 
