@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -184,12 +185,18 @@ def _rows(acceptance: Sequence[AcceptanceFigures], titles: Mapping[str, str]) ->
 
 def render(template: str, values: Mapping[str, Any]) -> str:
     """Return a template's text."""
+    return _templates().get_template(template).render(values)
+
+
+@cache
+def _templates() -> Environment:
+    # It keeps what it compiles, which takes longer than most cards.
     environment = Environment(
         loader=PackageLoader("kconv.cards", "templates"), undefined=StrictUndefined, keep_trailing_newline=True
     )
     environment.filters |= {"cell": cell, "code": code, "block": block}
     environment.filters["dense"] = lambda text: "\n".join(line for line in text.split("\n") if line.strip())
-    return environment.get_template(template).render(values)
+    return environment
 
 
 def figures(evidence: Evidence, *, chart: bool) -> dict[str, Any]:

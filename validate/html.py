@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from ..escape import terminal
@@ -42,13 +43,8 @@ class Dot:
 
 def to_html(report: Report) -> str:
     """Return report.html's text."""
-    figures = report.figures
-    environment = Environment(
-        loader=PackageLoader("kconv.validate", "templates"), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True, finalize=_shown,
-    )  # fmt: skip
-    judged = report.verdicts
-    return environment.get_template(TEMPLATE).render(
+    figures, judged = report.figures, report.verdicts
+    return _template().render(
         report=report,
         verdict=verdict_line(report).replace("**", ""),
         verdicts=[(one, verdict_words(one)) for one in judged],
@@ -63,6 +59,15 @@ def to_html(report: Report) -> str:
         exact=EXACT if is_exact(figures) else "",
         plain=plain,
     )
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        loader=PackageLoader("kconv.validate", "templates"), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True, finalize=_shown,
+    )  # fmt: skip
+    return environment.get_template(TEMPLATE)
 
 
 def _shown(value: object) -> object:
