@@ -136,6 +136,7 @@ def words(value: Any) -> Any:
 LayerIds = Annotated[tuple[int, ...], BeforeValidator(layer_ids)]
 Words = Annotated[tuple[str, ...], BeforeValidator(words)]
 Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 def _url(value: object) -> object:

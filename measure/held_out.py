@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ def read_held_out(name: str) -> tuple[tuple[Prompt, ...], str]:
     return read_prompts(file), f"sha256:{file_digest(file)}"
 
 
-def refuse_overlap(digests: Iterable[str], head: Path, calibrated_on: Sequence[Path] = ()) -> None:
+def refuse_overlap(digests: Iterable[str], head: Path, calibrated_on: Iterable[Path] = ()) -> None:
     """Refuse prompts that a head was trained or calibrated on: figures on them do not generalize.
 
     Args:
@@ -107,9 +107,10 @@ def refuse_overlap(digests: Iterable[str], head: Path, calibrated_on: Sequence[P
         NotACheckpoint, ConfigInvalid: a record cannot be read.
     """
     held_out = {digest[:KEPT] for digest in digests if digest}
-    for file in _records(head, calibrated_on):
+    manifest = head / MANIFEST
+    for file in (*([manifest] if manifest.exists() else []), *find_records(calibrated_on)):
         value = read_json(file)
-        own = file == head / MANIFEST
+        own = file == manifest
         found = _digests([value.get("training"), value.get("conversion")] if own else value)
         known = {digest[:KEPT] for digest in found}
         if not known and not own:
@@ -128,23 +129,21 @@ def refuse_overlap(digests: Iterable[str], head: Path, calibrated_on: Sequence[P
             )
 
 
-def _records(head: Path, calibrated_on: Sequence[Path]) -> Iterator[Path]:
-    manifest = head / MANIFEST
-    if manifest.exists():
-        yield manifest
+def find_records(calibrated_on: Iterable[Path]) -> Iterator[Path]:
+    """Find the records of a calibration; see `refuse_overlap`.
+
+    Raises:
+        PromptsInvalid: one does not exist, or is a folder without a record.
+    """
     for path in calibrated_on:
         found = [path / name for name in (RECORD, MANIFEST) if (path / name).exists()] if path.is_dir() else [path]
-        # A record of states lists its prompts in a file beside it.
-        beside = [file.with_name(CONTENTS) for file in found]
-        found = [
-            listed if file.name == RECORD and listed.exists() else file
-            for file, listed in zip(found, beside, strict=True)
-        ]
-        if not found:
-            raise PromptsInvalid(
-                f"{path} holds neither {RECORD} nor {MANIFEST}", where=path, fix="Pass the record of the calibration."
-            )
-        yield from found
+        if not found or not path.exists():
+            what = f"holds neither {RECORD} nor {MANIFEST}" if path.exists() else "does not exist"
+            raise PromptsInvalid(f"{path} {what}", where=path, fix="Pass the record of the calibration.")
+        for file in found:
+            # A record of states lists its prompts in a file beside it.
+            beside = file.with_name(CONTENTS)
+            yield beside if file.name == RECORD and beside.exists() else file
 
 
 def _digests(value: Any) -> Iterator[str]:

@@ -178,6 +178,15 @@ class Operation(StrictModel):
             if (found := marks(info)).kind in ("checkpoint", "file"):
                 yield name, found
 
+    def located(self, context: Context) -> Self:
+        """Return the request with its files' paths; a recipe may name one by the step that makes it."""
+
+        def locate(value: Any) -> Any:
+            return tuple(map(locate, value)) if isinstance(value, tuple) else str(context.path(value))
+
+        files = {name: getattr(self, name) for name, found in self.inputs() if found.kind == "file"}
+        return self.model_copy(update={name: locate(value) for name, value in files.items() if value})
+
     @classmethod
     def output(cls) -> str | None:
         """Return the field that names the operation's output; None if it has none."""

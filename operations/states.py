@@ -115,14 +115,13 @@ class States(Operation, StatesOptions):
             check_captured(self.captured, config.layers)
         from ..targets.write_states import capture_states
 
-        files = {name: str(context.path(file)) for name in ("prompts", "data") if (file := getattr(self, name))}
         with (
             serving(context, self.target, self.url, self.shared, self.concurrency) as reach,
             context.status("states") as say,
         ):
             record = capture_states(
                 context.source(self.target),
-                self.model_copy(update=files),
+                self.located(context),
                 Path(self.out),
                 lambda config: self.captured or default_outputs(config.layers),
                 connect=reach,

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 # A head's size does not depend on how long it is trained.
 ANY_ROWS = 1 << 20
-# The options that name files.
-OF_FILES = ("data", "held_out", "states")
 NUMBERS = re.compile(r"\d+(,\d+)+")
 
 
@@ -311,12 +309,11 @@ class Train(Operation, TrainOptions):
         # Checked before a head is downloaded for it.
         check_keys(values)
         target = context.source(self.target)
-        files = {name: str(context.path(file)) for name in OF_FILES if (file := getattr(self, name))}
         head = context.source(self.init_from).open_weights() if self.init_from else None
         return prepare_job(
             target,
             values,
-            self.model_copy(update=files),
+            self.located(context),
             connect=reach,
             init_from=open_head(head, None, Hints(), target) if head else None,
         )

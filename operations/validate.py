@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from difflib import get_close_matches
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import model_validator
 
 from ..engines import registry
-from ..errors import KconvError, PromptsInvalid, ReportInvalid, RequestInvalid, StatesInvalid, TargetInvalid
-from ..options import Count, Name, Url, argument, option, plain_name
+from ..errors import KconvError, ReportInvalid, RequestInvalid, StatesInvalid, TargetInvalid
+from ..options import Name, argument, plain_name
+from ..validate.options import PYTHON, ValidateOptions
 from .base import Context
 from .reading import Reading, check_prompts, check_python, check_target, check_trusted
 
 if TYPE_CHECKING:
-    from ..checkpoint.source import Source
-    from ..validate.engines.check import Engined
-    from ..validate.parity import Parity
-    from ..validate.perplexity import HeldOutText
+    from ..measure.held_out import HeldOut
     from ..validate.report import Report
 
-# The engine tests use it too.
-PYTHON = "KCONV_ENGINE_PYTHON"
 # A server answers which model it serves at once.
 CONNECT_SECONDS = 30.0
 # The options that each option needs: without any of them it would have no effect.
@@ -39,17 +33,13 @@ GOES_WITH = {
     "allow_pickle": ("states",),
     "trust_remote_code": ("prompts",),
 }
-# One name, or several.
-Engines = Annotated[
-    tuple[str, ...], BeforeValidator(lambda value: tuple(value.split(",")) if isinstance(value, str) else value)
-]
 # What does not apply to a target: it runs over text, and drafts nothing.
 OF_HEADS = ("states", "draft_tokens", "seed", "calibrated_on", "min_retention", "engine", "engine_python", "url")
 SHOWN = 5
 TOO_LARGE = "Get its states from a running vLLM (kconv states --url), and pass them with --states."
 
 
-class Validate(Reading):
+class Validate(Reading, ValidateOptions):
     """Check HEAD; exit 1 if an engine would fail on it or serve wrong numbers, 3 if an option must decide that.
 
     Checks names, shapes, config, known engine faults, and every value. --source compares the bits. --target with
@@ -69,42 +59,6 @@ class Validate(Reading):
     )
 
     head: Name = argument("A head or a target: a folder or a Hub id.", kind="checkpoint")
-    for_: Engines = option(
-        (), "Engine that will serve it, or all; by default its layout's; repeatable.", metavar="ENGINE"
-    )
-    source: Name | None = option(None, "The checkpoint that HEAD was made from, to compare.", kind="checkpoint")
-    headers_only: bool = option(False, "Read and download no weights.")
-    strict: bool = option(False, "Fail on warnings and undecided facts too.")
-    prompts: Name | None = option(
-        None,
-        "Held-out prompts: a JSONL, or mt-bench@<commit>. Needs --target, or for a target --source.",
-        kind="file", metavar="FILE|SUITE@COMMIT",
-    )  # fmt: skip
-    states: Name | None = option(None, "Output of kconv states, instead of --prompts.", kind="file")
-    draft_tokens: Annotated[int, Field(ge=1, le=16)] = option(3, "Draft tokens per step (K).", metavar="K")
-    prompt_tokens: Count = option(32, "Cut prompts to N tokens.", metavar="N")
-    new_tokens: Count = option(64, "Continue prompts by N tokens.", metavar="N")
-    seed: int = option(0, "Random seed for sampling.")
-    calibrated_on: tuple[Name, ...] = option(
-        (), "A states.json, whose prompts are refused as held-out text; repeatable.", kind="file"
-    )
-    min_retention: Annotated[float, Field(ge=0, le=1)] = option(
-        0.97,
-        "Smallest share of the acceptance length that may remain.",
-        metavar="SHARE",
-    )
-    allow_pickle: bool = option(False, "Read ModelOpt's .pt files as --states.")
-    trust_remote_code: bool = option(False, "Run the tokenizer's own Python code; the target must be pinned.")
-    engine: str | None = option(
-        None,
-        "Let this engine serve HEAD, and compare it with kconv's own computation.",
-        metavar="ENGINE",
-    )
-    engine_python: Name | None = option(
-        None, "Python of the engine's environment (see scripts/engine-env).", metavar="PATH"
-    )
-    url: Url | None = option(None, "A running engine that serves --target with HEAD.")
-    out: Name | None = option(None, "A folder for report.json, report.md and report.html.", kind="output")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -136,22 +90,6 @@ class Validate(Reading):
                 self.refuse(name, unless="with " + " or ".join(f"--{way}" for way in ways))
         return self
 
-    @property
-    def measures(self) -> bool:
-        """Whether to measure anything."""
-        return bool(self.prompts or self.states or self.asks_engine)
-
-    @property
-    def asks_engine(self) -> bool:
-        """Whether to query an engine."""
-        return bool(self.engine or self.engine_python or self.url)
-
-    @property
-    def python(self) -> Path | None:
-        """The interpreter that starts the engine."""
-        given = self.engine_python or os.environ.get(PYTHON)
-        return Path(given) if given and not self.url else None
-
     def run(self, context: Context) -> Report:
         """Return the report, which is also written to `out` if given.
 
@@ -162,38 +100,36 @@ class Validate(Reading):
             KconvError: the source, the target, the prompts or the states cannot be read, or an engine fails.
         """
         from ..convert.opening import open_origin
-        from ..convert.shared import find_shared
-        from ..validate.run import Checks, is_target, validate
+        from ..validate.run import is_target, validate
 
         self._refuse_reports()
         self._refuse_early(context)
+        request = self.located(context)
         target, source = context.maybe(self.target), context.maybe(self.source)
-        checks = Checks(
-            tuple(dict.fromkeys(name for one in self.for_ for name in registry.asked()[one])) or None,
-            self.layout(),
-            self.hints(config := self.target_config(context)),
-            config,
-            self.headers_only,
-            partial(find_shared, target) if target and not self.headers_only else None,
-        )
+        layout, hints = self.layout(), self.hints(self.target_config(context))
         # The headers tell which it is, so wrong usage is reported before weights are downloaded.
         of_target = source is not None and is_target(source.open_headers())
-        held_out = self._held_out(context) if of_target else None
+        if of_target and (given := self.given(*OF_HEADS)):
+            raise RequestInvalid(
+                f"{', '.join(given)}: only for a head, but this is a target",
+                fix="Leave them out.",
+            )
         if self.measures and not of_target and target is None:
             raise RequestInvalid("measuring a head needs --target", fix="Pass the target that the head drafts for.")
-        parity = self._parity(context, target)
+        prompts = request._held_out(context, of_target=of_target)
         quantized_from = source.open_weights() if source and of_target else None
         head = context.source(self.head)
         origin = open_origin(source.open_weights(), head, target) if source and not of_target else None
         with context.status("validating") as say:
             report = validate(
                 head,
-                checks,
+                request,
+                layout=layout,
+                hints=hints,
+                target=target,
                 source=origin,
                 quantized_from=quantized_from,
-                parity=parity,
-                engined=self._engined(target),
-                held_out=held_out,
+                prompts=prompts,
                 say=say,
             )
         if self.strict:
@@ -238,7 +174,7 @@ class Validate(Reading):
         # Without a target it is one itself, and some options do not apply.
         if not self.measures or not self.target:
             return
-        from ..checkpoint.manifest import MANIFEST
+        from ..measure.held_out import find_records
         from ..targets.states import RECORD as STATES
 
         check_python(self.python, self.engine)
@@ -246,11 +182,8 @@ class Validate(Reading):
             from ..serving.client import connect
 
             connect(self.url, None, {}, CONNECT_SECONDS)
-        for name in self.calibrated_on:
-            path = context.path(name)
-            if not path.exists() or (path.is_dir() and not any((path / file).exists() for file in (STATES, MANIFEST))):
-                what = f"holds neither {STATES} nor {MANIFEST}" if path.exists() else "does not exist"
-                raise PromptsInvalid(f"{name} {what}", where=name, fix="Pass the record of the calibration.")
+        for _ in find_records(map(context.path, self.calibrated_on)):
+            pass
         if self.states and not self.allow_pickle and not (context.path(self.states) / STATES).exists():
             raise StatesInvalid(
                 f"{self.states} holds no {STATES}", where=self.states, fix="Create it with kconv states."
@@ -277,71 +210,27 @@ class Validate(Reading):
         for name in (REPORT, MARKDOWN, HTML):
             refuse_existing(Path(self.out) / name, fix="Choose another folder for --out, or delete the old report.")
 
-    def _held_out(self, context: Context) -> HeldOutText | None:
-        if given := self.given(*OF_HEADS):
-            raise RequestInvalid(
-                f"{', '.join(given)}: only for a head, but this is a target",
-                fix="Leave them out.",
-            )
-        check_trusted(context, self.trust_remote_code, self.source)
-        if not self.prompts:
+    def _held_out(self, context: Context, *, of_target: bool) -> HeldOut | None:
+        """Return the held-out prompts, once it is known that what runs over them fits into memory."""
+        name = self.source if of_target else self.target
+        if self.prompts is None or name is None:
             return None
-        check_prompts(context.path(self.prompts))
-        from ..validate.perplexity import HeldOutText, check_layers_fit
+        check_trusted(context, self.trust_remote_code, name)
+        check_prompts(Path(self.prompts))
+        target = context.source(name)
+        if of_target:
+            from ..validate.perplexity import encode_texts
 
-        source = context.source(self.source or "")
-        check_layers_fit(source)
-        return HeldOutText(source, self.prompts, self.prompt_tokens + self.new_tokens, self.trust_remote_code)
+            return encode_texts(self, target)
+        import torch
 
-    def _parity(self, context: Context, target: Source | None) -> Parity | None:
-        if target is None or not (self.prompts or self.states):
-            return None
-        check_trusted(context, self.trust_remote_code, self.target)
-        if self.prompts:
-            check_prompts(context.path(self.prompts))
         from ..measure.held_out import encode_held_out
-        from ..validate.parity import Parity
+        from ..targets.model import check_memory
 
-        prompts = None
-        if self.prompts:
-            import torch
-
-            from ..targets.model import check_memory
-
-            # Checked before the head and its source are downloaded, which may be large themselves.
-            check_memory(target.open_headers(), torch.float32, instead=TOO_LARGE)
-            self._refuse_misfit(context)
-            limit = self.prompt_tokens + self.new_tokens
-            file = str(context.path(self.prompts))
-            prompts = encode_held_out(file, target, limit, trust_remote_code=self.trust_remote_code)
-        return Parity(
-            target,
-            prompts,
-            context.path(self.states) if self.states else None,
-            steps=self.draft_tokens,
-            prompt_tokens=self.prompt_tokens,
-            new_tokens=self.new_tokens,
-            seed=self.seed,
-            calibrated_on=tuple(context.path(name) for name in self.calibrated_on),
-            allow_pickle=self.allow_pickle,
-            min_retention=self.min_retention,
-        )
-
-    def _engined(self, target: Source | None) -> Engined | None:
-        if target is None or not self.prompts or not self.asks_engine:
-            return None
-        from ..validate.engines.check import Engined
-
-        about: dict[str, Any] = {"python": self.python, "url": self.url, "steps": self.draft_tokens}
-        return Engined(
-            self.engine,
-            target,
-            self.prompts,
-            prompt_tokens=self.prompt_tokens,
-            new_tokens=self.new_tokens,
-            trust_remote_code=self.trust_remote_code,
-            **about,
-        )
+        # Checked before the head and its source are downloaded, which may be large themselves.
+        check_memory(target.open_headers(), torch.float32, instead=TOO_LARGE)
+        self._refuse_misfit(context)
+        return encode_held_out(self.prompts, target, self.text_tokens, trust_remote_code=self.trust_remote_code)
 
 
 def _meant(asked: str, known: Collection[str]) -> str:

@@ -22,11 +22,10 @@ from ..drafters.eagle3 import EAGLE3
 from ..drafters.fingerprint import difference, fingerprint
 from ..drafters.forward import DraftHead
 from ..drafters.rope_keys import read_rope
-from ..errors import KconvError, ManifestMismatch, NotACheckpoint, PromptsInvalid, StatesInvalid, TargetInvalid
+from ..errors import KconvError, ManifestMismatch, NotACheckpoint, StatesInvalid, TargetInvalid
 from ..measure.drafting import Measured, Proposer, count_halves, head_drafter, measure_states
 from ..measure.held_out import HeldOut, refuse_overlap
 from ..measure.parts import Parts
-from ..measure.retention import MIN_RETENTION
 from ..measure.texts import Batch, Text, make_texts, stored_texts
 from ..quantize.head.served import RoundedHead, read_served
 from ..targets.config import TargetConfig, read_target_config
@@ -34,6 +33,7 @@ from ..targets.forward import States, run_target
 from ..targets.model import load_target
 from ..targets.modelopt_states import open_modelopt_states
 from ..targets.states import RECORD, StatesFolder, StoredStates, open_states, read_record
+from .options import ValidateOptions
 from .readings import (
     Reading,
     ReadingsMeasured,
@@ -97,35 +97,6 @@ APPROXIMATE: tuple[Action, ...] = ("converted", "quantized")
 
 
 @dataclass(frozen=True)
-class Parity:
-    """How to measure parity.
-
-    Attributes:
-        target: the target.
-        prompts: held-out prompts, cut to `prompt_tokens` + `new_tokens`; they are read before any weights.
-        states: stored states of the target for held-out prompts; pass either these or prompts.
-        steps: K, drafted tokens per verify step.
-        prompt_tokens: length to which prompts are cut before they are continued.
-        new_tokens: length of the continuations.
-        seed: of the sampled continuations.
-        calibrated_on: what the head was calibrated on, in addition to its own manifest's record.
-        allow_pickle: whether ModelOpt's .pt files may be read as states.
-        min_retention: share of its source's acceptance length that an approximate head must retain.
-    """
-
-    target: Source
-    prompts: HeldOut | None = None
-    states: Path | None = None
-    steps: int = 3
-    prompt_tokens: int = 32
-    new_tokens: int = 64
-    seed: int = 0
-    calibrated_on: tuple[Path, ...] = ()
-    allow_pickle: bool = False
-    min_retention: float = MIN_RETENTION
-
-
-@dataclass(frozen=True)
 class ParityFound:
     """The measurements, one entry per text, how they were made, and the findings about the head."""
 
@@ -136,14 +107,22 @@ class ParityFound:
 
 
 def measure_parity(
-    output: Head, source: Head | None, parity: Parity, say: Say, still_open: Collection[str] = ()
+    output: Head,
+    source: Head | None,
+    options: ValidateOptions,
+    target: Source,
+    prompts: HeldOut | None,
+    say: Say,
+    still_open: Collection[str] = (),
 ) -> ParityFound:
     """Measure a head, and its source if given, on held-out prompts.
 
     Args:
         output: the head.
         source: what it was made from.
-        parity: how to measure.
+        options: how to measure.
+        target: the target.
+        prompts: held-out prompts as the target reads them; None to measure on the options' states.
         say: called with progress messages.
         still_open: facts that its files leave open, or that rest on the user's word; see `validate.readings`.
 
@@ -152,20 +131,24 @@ def measure_parity(
         StatesInvalid: the states cannot be read, or come from another target or other layers.
         TargetInvalid: the target cannot be read, or is not this head's target.
     """
-    if parity.states is not None:
-        return _from_states(output, source, parity, parity.states, say, still_open)
-    if parity.prompts is None:
-        raise PromptsInvalid("there is no text to measure on", fix="Pass prompts or stored states.")
-    return _from_target(output, source, parity, parity.prompts, say, still_open)
+    if prompts is None:
+        return _from_states(output, source, options, target, say, still_open)
+    return _from_target(output, source, options, target, prompts, say, still_open)
 
 
 def _from_target(
-    output: Head, source: Head | None, parity: Parity, held_out: HeldOut, say: Say, still_open: Collection[str]
+    output: Head,
+    source: Head | None,
+    options: ValidateOptions,
+    target: Source,
+    held_out: HeldOut,
+    say: Say,
+    still_open: Collection[str],
 ) -> ParityFound:
-    refuse_overlap((p.digest for p in held_out.prompts), output.checkpoint.folder, parity.calibrated_on)
+    refuse_overlap((p.digest for p in held_out.prompts), output.checkpoint.folder, map(Path, options.calibrated_on))
     say("loading the target")
-    folder = parity.target.fetch_model()
-    checkpoint, config = open_checkpoint(folder, source=parity.target.name), read_target_config(folder)
+    folder = target.fetch_model()
+    checkpoint, config = open_checkpoint(folder, source=target.name), read_target_config(folder)
     heads = _load_heads(output, source, checkpoint, config)
     model = load_target(folder, torch.float32)
     named = [(row, p.category) for row, p in zip(held_out.tokens, held_out.prompts, strict=True) if row]
@@ -173,10 +156,10 @@ def _from_target(
     texts = make_texts(
         model,
         [row for row, _ in named],
-        prompt_tokens=parity.prompt_tokens,
-        new_tokens=parity.new_tokens,
-        steps=parity.steps,
-        seed=parity.seed,
+        prompt_tokens=options.prompt_tokens,
+        new_tokens=options.new_tokens,
+        steps=options.draft_tokens,
+        seed=options.seed,
         categories=[category for _, category in named],
     )
     readings = find_readings(output, config, still_open)
@@ -186,24 +169,24 @@ def _from_target(
         return run_target(model, batch.tokens, layers)
 
     bench = _Bench(output, heads, texts, run, layers, config, readings)
-    lengths = {"prompt_tokens": parity.prompt_tokens, "new_tokens": parity.new_tokens}
-    about = {"prompts": held_out.describe() | lengths, "seed": parity.seed}
-    return _measure(bench, parity, about, say)
+    lengths = {"prompt_tokens": options.prompt_tokens, "new_tokens": options.new_tokens}
+    about = _common_provenance(target) | {"prompts": held_out.describe() | lengths, "seed": options.seed}
+    return _measure(bench, options, about, say)
 
 
 def _from_states(
-    output: Head, source: Head | None, parity: Parity, folder: Path, say: Say, still_open: Collection[str]
+    output: Head, source: Head | None, options: ValidateOptions, target: Source, say: Say, still_open: Collection[str]
 ) -> ParityFound:
-    config = read_target_config(parity.target.fetch_config())
+    folder, config = Path(options.states or ""), read_target_config(target.fetch_config())
     # ModelOpt's dump has no record, and holds the layers that the head was trained with.
     stored = read_record(folder).captured if (folder / RECORD).exists() else _captured(output, source)
     readings = find_readings(output, config, still_open, stored)
     captured = _layers(output, source, readings, stored)
-    states = _open_states(folder, captured, config, parity)
-    refuse_overlap((s.digest for s in states.sequences), output.checkpoint.folder, parity.calibrated_on)
+    states = _open_states(folder, captured, config, target, allow_pickle=options.allow_pickle)
+    refuse_overlap((s.digest for s in states.sequences), output.checkpoint.folder, map(Path, options.calibrated_on))
     say("reading the target's embedding and lm_head")
-    ends = parity.target.open_tensors({config.embed_tokens, config.lm_head})
-    checkpoint = Checkpoint(Path(parity.target.name), config.raw, ends, parity.target.name)
+    ends = target.open_tensors({config.embed_tokens, config.lm_head})
+    checkpoint = Checkpoint(Path(target.name), config.raw, ends, target.name)
     heads = _load_heads(output, source, checkpoint, config)
     lm_head = read_tensor(ends[config.lm_head]).float()
 
@@ -212,9 +195,9 @@ def _from_states(
         hidden = torch.stack([row.hidden for row in rows]).float()
         return States(torch.stack([row.captured for row in rows]).float(), hidden, F.linear(hidden, lm_head))
 
-    texts = stored_texts(states, steps=parity.steps, vocab=config.vocab)
+    texts = stored_texts(states, steps=options.draft_tokens, vocab=config.vocab)
     bench = _Bench(output, heads, texts, run, captured, config, readings)
-    return _measure(bench, parity, _describe_states(states), say)
+    return _measure(bench, options, _common_provenance(target) | _describe_states(states), say)
 
 
 @dataclass(frozen=True)
@@ -240,8 +223,8 @@ class _Bench:
     readings: tuple[Reading, ...]
 
 
-def _measure(bench: _Bench, parity: Parity, about: dict[str, object], say: Say) -> ParityFound:
-    heads, drafters = bench.heads, _drafters(bench.heads, parity.steps, bench.layers)
+def _measure(bench: _Bench, options: ValidateOptions, about: dict[str, object], say: Say) -> ParityFound:
+    heads, drafters = bench.heads, _drafters(bench.heads, options.draft_tokens, bench.layers)
     measured = []
     for text in bench.texts:
         say(f"measuring on {text.kind} text")
@@ -249,7 +232,7 @@ def _measure(bench: _Bench, parity: Parity, about: dict[str, object], say: Say) 
             measure_states(
                 text,
                 bench.run,
-                parity.steps,
+                options.draft_tokens,
                 drafters,
                 compare=_pair(heads),
                 parts=_parts(heads, bench.layers),
@@ -259,21 +242,21 @@ def _measure(bench: _Bench, parity: Parity, about: dict[str, object], say: Say) 
     findings = list(judge_baselines([row for one in measured for row in one.acceptance]))
     output = heads["output"]
     if "source" in heads:
-        findings += _judge_approximation(bench, parity, measured)
+        findings += _judge_approximation(bench, options.min_retention, measured)
     # With a source too: it shows that nothing was lost, but not that it was right. Only Eagle3's mistakes are known.
     if isinstance(output, DraftHead):
         say("measuring the head with known mistakes undone")
         known = [one.spec for one in bench.readings]
         gains = measure_mistakes(
-            output, bench.texts, bench.run, bench.layers, parity.steps, targets_own(bench.config), known
+            output, bench.texts, bench.run, bench.layers, options.draft_tokens, targets_own(bench.config), known
         )
         findings += judge_mistakes(gains)
         about = about | {"readings": len(gains)}
     say("measuring other readings of the head")
     told = measure_readings(
-        choose_text(bench.texts), bench.run, bench.layers, parity.steps, heads["output"], bench.readings
+        choose_text(bench.texts), bench.run, bench.layers, options.draft_tokens, heads["output"], bench.readings
     )
-    return ParityFound(tuple(measured), _common_provenance(parity) | about, told, tuple(findings))
+    return ParityFound(tuple(measured), about, told, tuple(findings))
 
 
 def targets_own(config: TargetConfig) -> TargetsOwn:
@@ -286,7 +269,7 @@ def targets_own(config: TargetConfig) -> TargetsOwn:
     return TargetsOwn(rope, float(eps) if isinstance(eps, float) else None, "kv_lora_rank" in config.text)
 
 
-def _judge_approximation(bench: _Bench, parity: Parity, measured: list[Measured]) -> Iterator[Finding]:
+def _judge_approximation(bench: _Bench, min_retention: float, measured: list[Measured]) -> Iterator[Finding]:
     """Compare an approximate head with its manifest; an exact one is compared by its bits."""
     try:
         manifest = read_manifest(bench.output.checkpoint.folder)
@@ -295,7 +278,7 @@ def _judge_approximation(bench: _Bench, parity: Parity, measured: list[Measured]
     record = manifest.conversion
     # A head that was only renamed since retains all of its source's acceptance; a pruned one makes no claim.
     if any(step.action in APPROXIMATE for step in manifest.tensors):
-        yield from judge_retention(measured, Claim.of(record), parity.min_retention)
+        yield from judge_retention(measured, Claim.of(record), min_retention)
     output = bench.heads["output"]
     if record and record.fingerprint and isinstance(output, DraftHead):
         yield from judge_fingerprint(difference(record.fingerprint, fingerprint(output)))
@@ -313,12 +296,14 @@ def _captured(output: Head, source: Head | None) -> tuple[int, ...]:
     return tuple(sorted({*output.spec.captured, *(source.spec.captured if source else ())}))
 
 
-def _open_states(folder: Path, captured: tuple[int, ...], config: TargetConfig, parity: Parity) -> StatesFolder:
+def _open_states(
+    folder: Path, captured: tuple[int, ...], config: TargetConfig, target: Source, *, allow_pickle: bool
+) -> StatesFolder:
     if (folder / RECORD).exists() or not any(folder.rglob("*.pt")):
         states = open_states(folder, config=config, captured=captured)
-        _check_lm_head(states, parity.target, config)
+        _check_lm_head(states, target, config)
         return states
-    return open_modelopt_states(folder, config=config, captured=captured, allow_pickle=parity.allow_pickle)
+    return open_modelopt_states(folder, config=config, captured=captured, allow_pickle=allow_pickle)
 
 
 def _check_lm_head(states: StoredStates, target: Source, config: TargetConfig) -> None:
@@ -357,9 +342,9 @@ def _parts(heads: dict[str, RunningDrafter], layers: tuple[int, ...]) -> Parts |
     return parts if parts.comparable else None
 
 
-def _common_provenance(parity: Parity) -> dict[str, object]:
+def _common_provenance(target: Source) -> dict[str, object]:
     return {
-        "target": parity.target.name,
+        "target": target.name,
         "temperature": {"sampled": 1.0, "held-out": 1.0, "greedy": 0.0},
         "dtype": "float32",
         "standard_errors": "over sequences; linearized ratio of accepted tokens to drafts; differences paired",

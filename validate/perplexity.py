@@ -11,46 +11,30 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checkpoint.folder import Checkpoint, open_checkpoint
+from ..checkpoint.folder import Checkpoint
 from ..checkpoint.formats import INPUT_SCALE, fused_group
 from ..checkpoint.source import Source
 from ..checkpoint.tensors import read_rows, read_tensor
 from ..drafters.attention import rms_norm
 from ..errors import PromptsInvalid
 from ..measure.figures import PerplexityFigures
-from ..measure.held_out import encode_held_out
+from ..measure.held_out import HeldOut, encode_held_out
 from ..measure.statistics import standard_errors
 from ..quantize.calibrate import LayerLinears, Layers
 from ..quantize.experts import must_part
 from ..quantize.head.formats import NVFP4
 from ..targets.config import read_target_config
 from ..targets.weights import stored_weights
+from .options import ValidateOptions
 
 Say = Callable[[str], None]
+PRECISION = "float32, on dequantized weights; inputs of NVFP4 linear layers rounded by their input_scale"
 EXPERT = re.compile(r"\.experts\.\d+\.")
-
-
-@dataclass(frozen=True)
-class HeldOutText:
-    """The text for a target and its source.
-
-    Attributes:
-        source: the target before quantization.
-        prompts: a JSONL file, or a suite's name and its revision on the Hub; their own text is read, no continuation.
-        tokens: length to which texts are cut.
-        trust_remote_code: whether the source's tokenizer may run its own Python code.
-    """
-
-    source: Source
-    prompts: str
-    tokens: int = 96
-    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,55 +45,33 @@ class Run:
     likeliest: list[Tensor]
 
 
-@dataclass(frozen=True)
-class ReadyText:
-    """Encoded held-out text.
-
-    Attributes:
-        folder: the source.
-        texts: token ids of each text, at least two.
-        about: a description, for the record.
-    """
-
-    folder: Path
-    texts: Sequence[Sequence[int]]
-    about: dict[str, object]
-
-
-def prepare_text(text: HeldOutText) -> ReadyText:
-    """Read and encode held-out text, and check that the targets' layers fit into memory; reads no weights.
+def encode_texts(options: ValidateOptions, source: Source) -> HeldOut:
+    """Read held-out text for a target and its source; reads no weights, but checks that their layers fit into memory.
 
     Raises:
-        PromptsInvalid: there are none, they cannot be read, or none has two tokens.
         TargetTooLarge: a layer of the source is larger than memory. Its output, dequantized, takes the same.
+        PromptsInvalid: there are no prompts, they cannot be read, or none has two tokens.
         TargetInvalid, SuiteInvalid, HubRefused, HubUnreachable: see `encode_held_out`.
         SourceFormatUnknown, QuantizedWeightInvalid: kconv does not read the form in which the source is stored.
     """
-    held_out = encode_held_out(text.prompts, text.source, text.tokens, trust_remote_code=text.trust_remote_code)
-    texts = [row for row in held_out.tokens if len(row) > 1]
-    if not texts:
-        raise PromptsInvalid("no prompt has two tokens", where=text.prompts, fix="Use longer prompts.")
-    check_layers_fit(text.source)
-    folder = text.source.fetch_model()
-    about: dict[str, object] = {
-        "prompts": held_out.describe() | {"text_tokens": text.tokens},
-        "dtype": "float32, on dequantized weights; inputs of NVFP4 linear layers rounded by their input_scale",
-    }
-    return ReadyText(folder, texts, about)
+    headers, config = source.open_headers(), read_target_config(source.fetch_config())
+    must_part(stored_weights(headers, config), config, torch.float32, source.name)
+    prompts, trusted = options.prompts or "", options.trust_remote_code
+    held_out = encode_held_out(prompts, source, options.text_tokens, trust_remote_code=trusted)
+    if max(map(len, held_out.tokens)) < 2:
+        raise PromptsInvalid("no prompt has two tokens", where=prompts, fix="Use longer prompts.")
+    return held_out
 
 
-def check_layers_fit(target: Source) -> None:
-    """Raise TargetTooLarge if a layer of a target is larger than memory; reads and downloads no weights."""
-    headers, config = target.open_headers(), read_target_config(target.fetch_config())
-    must_part(stored_weights(headers, config), config, torch.float32, target.name)
-
-
-def measure_perplexity(output: Source, text: ReadyText, say: Say = lambda _: None) -> PerplexityFigures:
+def measure_perplexity(
+    output: Checkpoint, source: Checkpoint, held_out: HeldOut, say: Say = lambda _: None
+) -> PerplexityFigures:
     """Run a quantized target and its source over held-out text, one after the other.
 
     Args:
         output: the quantized target.
-        text: its source, and the text for both.
+        source: the target before quantization.
+        held_out: the text for both, see `encode_texts`; no continuation is made.
         say: called with progress messages.
 
     Raises:
@@ -117,15 +79,16 @@ def measure_perplexity(output: Source, text: ReadyText, say: Say = lambda _: Non
         TargetTooLarge: a layer of one of the two is larger than the memory that is free by then.
         SourceFormatUnknown, QuantizedWeightInvalid: kconv does not read the form in which one is stored.
     """
+    texts = [row for row in held_out.tokens if len(row) > 1]
     say("running the source over held-out text")
-    source = _run(text.folder, text.texts)
+    before = _run(source, texts)
     say("running the quantized target over held-out text")
-    return compare_runs(source, _run(output.fetch_model(), text.texts))
+    return compare_runs(before, _run(output, texts))
 
 
 @torch.no_grad()
-def _run(folder: Path, texts: Sequence[Sequence[int]]) -> Run:
-    checkpoint, config = open_checkpoint(folder), read_target_config(folder)
+def _run(checkpoint: Checkpoint, texts: Sequence[Sequence[int]]) -> Run:
+    config = read_target_config(checkpoint.folder)
     layers = Layers(checkpoint, config, torch.float32)
     tokens = [torch.tensor(row) for row in texts]
     hidden = [read_rows(checkpoint.tensors[config.embed_tokens], row).float().unsqueeze(0) for row in tokens]

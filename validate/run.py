@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,14 +17,15 @@ from ..checkpoint.source import Folder, Source
 from ..convert.identify import WHOLE_MODEL, name_target
 from ..convert.provenance import Origin
 from ..convert.read import Head, read
-from ..convert.shared import SharedTensors
+from ..convert.shared import find_shared
 from ..drafters.facts import measurable, phrase
 from ..engines import registry
 from ..engines.layout import Layout
 from ..errors import ComparisonUnfit, KconvError, ManifestMismatch, NotACheckpoint, PromptsInvalid
 from ..measure.figures import Figures
 from ..rule import Found
-from ..targets.config import TargetConfig
+from ..targets.config import read_target_config
+from .options import DEFAULTS, ValidateOptions
 from .report import UNREAD, Finding, Report, assemble, config_digest, figures
 from .rules.captured import other_readings
 from .rules.comparisons import RULE
@@ -33,9 +35,8 @@ from .rules.table import TARGET_RULES, check_head, of_error
 from .rules.target import TargetSubject
 
 if TYPE_CHECKING:
-    from .engines.check import Engined
-    from .parity import Parity
-    from .perplexity import HeldOutText
+    from ..measure.held_out import HeldOut
+    from .readings import ReadingsMeasured
 
 
 def is_target(checkpoint: Checkpoint) -> bool:
@@ -112,49 +113,29 @@ def _broken(where: str, message: str) -> Finding:
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Checks:
-    """What to check a checkpoint for.
-
-    Attributes:
-        engines: names of `rules.subject.ENGINES`; None for those that its layout was written for.
-        layout: a head's layout, None to detect it from its marks.
-        hints: the user's options where a head's config is silent.
-        target: a head's target, if known.
-        headers_only: whether to read and download no values.
-        lent: finds requested slots among the target's embedding and lm_head; called only if a rule needs one, since it
-            may download. None without a target.
-    """
-
-    engines: tuple[str, ...] | None = None
-    layout: Layout | None = None
-    hints: Hints = field(default_factory=Hints)
-    target: TargetConfig | None = None
-    headers_only: bool = False
-    lent: Callable[[Iterable[str]], SharedTensors] | None = None
-
-
 def validate(
     subject: Source,
-    checks: Checks | None = None,
+    options: ValidateOptions = DEFAULTS,
     *,
+    layout: Layout | None = None,
+    hints: Hints | None = None,
+    target: Source | None = None,
     source: Origin | None = None,
     quantized_from: Checkpoint | None = None,
-    parity: Parity | None = None,
-    engined: Engined | None = None,
-    held_out: HeldOutText | None = None,
+    prompts: HeldOut | None = None,
     say: Say = print,
 ) -> Report:
     """Check a head or a target, optionally against its source, and a head with its target.
 
     Args:
         subject: the checkpoint to check.
-        checks: the engines to check for, and the user's options.
+        options: what to check, and how to measure.
+        layout: a head's layout; None to detect it from its marks.
+        hints: the user's options where a head's config is silent.
+        target: a head's target.
         source: what a head was converted from.
         quantized_from: what a target was quantized from.
-        parity: how to measure logits and acceptance; None to measure nothing.
-        engined: how to query an engine that serves the head; None for no engine.
-        held_out: text for a quantized target and its source; None to run neither.
+        prompts: the options' held-out prompts.
         say: called with progress messages.
 
     Returns:
@@ -164,79 +145,78 @@ def validate(
     Raises:
         ComparisonUnfit: a target and a head are to be compared, or a target's acceptance is requested.
     """
-    checks = checks or Checks()
-    say("reading headers" if checks.headers_only else "reading every weight")
+    say("reading headers" if options.headers_only else "reading every weight")
     try:
         with _uncollected():
-            checkpoint = subject.open_headers() if checks.headers_only else subject.open_weights()
+            checkpoint = subject.open_headers() if options.headers_only else subject.open_weights()
     except KconvError as error:
-        about = {"for": list(checks.engines or ENGINES), UNREAD: "the folder cannot be read"}
+        about = {"for": list(options.runners or ENGINES), UNREAD: "the folder cannot be read"}
         return assemble(subject.name, {}, [of_error(error)], Figures(), about)
-    whole = is_target(checkpoint) and checks.layout is None
-    refuse_unfit(
-        checkpoint, whole, source.recorded if source else None, quantized_from, measured=bool(parity or engined)
+    whole = is_target(checkpoint) and layout is None
+    measured = target is not None and options.measures
+    refuse_unfit(checkpoint, whole, source.recorded if source else None, quantized_from, measured=measured)
+    unread = options.headers_only or checkpoint.headers_only
+    files = [] if unread else [Wanted(file, whole=True) for file in checkpoint.files]
+    if whole:
+        with Look(files) as look:
+            return _check_target(subject, checkpoint, options, quantized_from, prompts, look, say)
+    rules = HeadSubject(
+        checkpoint,
+        frozenset(options.runners or ENGINES),
+        not options.headers_only,
+        named_layout=layout,
+        hints=hints or Hints(),
+        target=read_target_config(target.fetch_config()) if target else None,
+        # Called only if a rule needs a tensor, since it may download.
+        lent=partial(find_shared, target) if target and not options.headers_only else None,
     )
-    with Look(_wanted(checkpoint, checks, None if whole else source)) as look:
-        if whole:
-            return _check_target(subject, checkpoint, checks, quantized_from, held_out, look, say)
-        return _check_head(subject, checkpoint, checks, source, parity, engined, look, say)
+    with Look(files + ([] if unread else _wanted(rules, source))) as look:
+        return _check_head(subject, replace(rules, look=look), options, source, target, prompts, look, say)
 
 
-def _wanted(checkpoint: Checkpoint, checks: Checks, source: Origin | None) -> Iterator[Wanted]:
-    """Yield what to read of the weights of a checkpoint and its source, so that each byte is read once."""
-    if checks.headers_only or checkpoint.headers_only:
-        return
-    for file in checkpoint.files:
-        yield Wanted(file, whole=True)
-    if is_target(checkpoint) and checks.layout is None:
-        return
-    yield from wanted_values(checkpoint)
-    if source is not None:
-        from .structure import wanted
+def _wanted(rules: HeadSubject, source: Origin | None) -> list[Wanted]:
+    """Return what to read of the weights of a head and its source, so that each byte is read once."""
+    values = wanted_values(rules.checkpoint)
+    if source is None:
+        return values
+    from .structure import wanted
 
-        reading = read(checkpoint, layout=checks.layout, hints=checks.hints, values=False)
-        if reading.head is not None and not reading.errors:
-            yield from wanted(reading.head, source.recorded)
+    reading = read(rules.checkpoint, layout=rules.named_layout, hints=rules.hints, values=False)
+    return values if reading.head is None or reading.errors else [*values, *wanted(reading.head, source.recorded)]
 
 
 def _check_head(
     subject: Source,
-    checkpoint: Checkpoint,
-    checks: Checks,
+    rules: HeadSubject,
+    options: ValidateOptions,
     source: Origin | None,
-    parity: Parity | None,
-    engined: Engined | None,
+    target: Source | None,
+    prompts: HeldOut | None,
     look: Look,
     say: Say,
 ) -> Report:
-    rules = HeadSubject(
-        checkpoint,
-        frozenset(checks.engines or ENGINES),
-        not checks.headers_only,
-        named_layout=checks.layout,
-        hints=checks.hints,
-        target=checks.target,
-        lent=checks.lent,
-        look=look,
-    )
-    if checks.engines is None:
-        rules = _written_for(rules, engined.engine if engined else None)
+    checkpoint, measured_on = rules.checkpoint, target if prompts or options.states else None
+    if not options.for_:
+        rules = _written_for(rules, options.engine)
     findings = [_naming_target(finding, subject, checkpoint) for finding in check_head(rules)]
-    about = _digests(checkpoint, checks, look)
+    about = _digests(checkpoint, options, look)
     if about and (source is None or rules.head is None):  # the comparison with a source checks the manifest too
         findings += check_manifest(checkpoint, about, whole=isinstance(subject, Folder))
-    if parity is None:
+    if measured_on is None:
         findings += _not_verified(rules)
-    provenance = _about(rules, source, checks)
+    provenance = _about(rules, source, options)
     identical, measured, told = None, (), None
     still_open = _still_open(rules)
     if rules.head is None:
-        if parity is not None and (assumed := _assume(rules)) is not None:
-            findings, figured = _measure_open(assumed, parity, findings, still_open, say)
+        if measured_on is not None and (assumed := _assume(rules)) is not None:
+            from .parity import measure_parity
+
+            found = measure_parity(assumed, None, options, measured_on, prompts, say, still_open)
+            findings, figured = _judge_open(found.readings, findings, still_open)
             provenance |= {"not_measured": "the head itself, since it can be read in several ways; only its readings"}
             return assemble(checkpoint.source, about, findings, figured, provenance, config_digest(checkpoint))
         provenance |= {UNREAD: "the head cannot be read"}
-        provenance |= {"not_measured": "the head cannot be read"} if source or parity or engined else {}
+        provenance |= {"not_measured": "the head cannot be read"} if source or measured_on else {}
         return assemble(checkpoint.source, about, findings, Figures(), provenance, config_digest(checkpoint))
     if source is not None:
         from .structure import check_origin, check_source, is_identical
@@ -245,13 +225,14 @@ def _check_head(
         held = check_source(rules.head, source.recorded, look) + check_origin(source)
         identical = is_identical(rules.head, held)
         findings += held
-    if parity is not None:
+    if measured_on is not None:
         from .parity import measure_parity
 
         if source is not None:
             _refuse_other_layers(rules.head, source)
 
-        found = measure_parity(rules.head, source.alone if source else None, parity, say, still_open)
+        before = source.alone if source else None
+        found = measure_parity(rules.head, before, options, measured_on, prompts, say, still_open)
         measured, told = found.measured, found.readings
         findings += found.findings
         provenance |= found.provenance
@@ -262,13 +243,13 @@ def _check_head(
         decided = decide_readings(told, still_open)
         findings += judge_readings(told, decided)
         all_figures = all_figures.model_copy(update={"readings": told.figures(), "decided": decided})
-    if engined is not None:
+    if options.asks_engine and target is not None and prompts is not None:
         from .engines.check import check_engine
 
-        witness = check_engine(rules.head, engined, say, readings=other_readings(rules))
+        witness = check_engine(rules.head, options, target, prompts, say, readings=other_readings(rules))
         findings += witness.findings
         all_figures = all_figures.model_copy(update={"engine": witness.figures})
-        by = {} if checks.engines else {"for_by": f"{provenance['for_by']}, and the one that served it"}
+        by = {} if options.for_ else {"for_by": f"{provenance['for_by']}, and the one that served it"}
         provenance |= by | witness.provenance
     return assemble(checkpoint.source, about, findings, all_figures, provenance, config_digest(checkpoint))
 
@@ -317,14 +298,12 @@ def _assume(rules: HeadSubject) -> Head | None:
     return None if assumed.errors else assumed.head
 
 
-def _measure_open(
-    head: Head, parity: Parity, findings: list[Finding], still_open: Collection[str], say: Say
+def _judge_open(
+    told: ReadingsMeasured | None, findings: list[Finding], still_open: Collection[str]
 ) -> tuple[list[Finding], Figures]:
-    """Measure the readings of a head that its files leave open; without options the head itself is not measured."""
-    from .parity import measure_parity
+    """Judge the readings of a head that its files leave open; without options the head itself is not measured."""
     from .readings import decide_readings, judge_readings
 
-    told = measure_parity(head, None, parity, say, still_open).readings
     if told is None:
         return findings, Figures()
     decided = decide_readings(told, still_open, taken=False)
@@ -356,30 +335,23 @@ def _uncollected() -> Iterator[None]:
 def _check_target(
     named: Source,
     checkpoint: Checkpoint,
-    checks: Checks,
+    options: ValidateOptions,
     source: Checkpoint | None,
-    held_out: HeldOutText | None,
+    prompts: HeldOut | None,
     look: Look,
     say: Say,
 ) -> Report:
-    engines = checks.engines or ENGINES
-    subject = TargetSubject(checkpoint, frozenset(engines), not checks.headers_only)
+    engines = options.runners or ENGINES
+    subject = TargetSubject(checkpoint, frozenset(engines), not options.headers_only)
     provenance: dict[str, object] = {
         "for": list(engines),
-        "for_by": "as requested" if checks.engines else "every engine",
+        "for_by": "as requested" if options.for_ else "every engine",
         "checked": "target",
-        "headers_only": checks.headers_only,
+        "headers_only": options.headers_only,
     }
-    ready = None
-    if held_out is not None:
-        from .perplexity import prepare_text
-
-        # First, since its errors are the user's to fix, and reading a large target takes hours.
-        say("reading the prompts")
-        ready = prepare_text(held_out)
     with _uncollected():
         findings = list(run_rules(TARGET_RULES, subject))
-    about = _digests(checkpoint, checks, look)
+    about = _digests(checkpoint, options, look)
     if about:
         findings += check_manifest(checkpoint, about, whole=isinstance(named, Folder))
     noise = perplexity = None
@@ -392,14 +364,14 @@ def _check_target(
             findings += held
         except KconvError as fault:
             findings.append(RULE["K392"].of_problem(fault.problem("K392")))
-    if ready is not None:
-        from .perplexity import measure_perplexity
+    if source is not None and prompts is not None:
+        from .perplexity import PRECISION, measure_perplexity
 
         if any(finding.severity == "error" for finding in findings):
             provenance["not_measured"] = "perplexity: a target with errors is not run"
         else:
-            perplexity = measure_perplexity(named, ready, say)
-            provenance |= ready.about
+            perplexity = measure_perplexity(checkpoint, source, prompts, say)
+            provenance |= {"prompts": prompts.describe() | {"text_tokens": options.text_tokens}, "dtype": PRECISION}
     measured = Figures(noise=noise, perplexity=perplexity)
     return assemble(checkpoint.source, about, findings, measured, provenance, config_digest(checkpoint))
 
@@ -409,14 +381,14 @@ def _written_for(rules: HeadSubject, served_by: str | None) -> HeadSubject:
     return replace(rules, engines=frozenset(engines_of(rules.layout)) | set(registry.asked().get(served_by or "", ())))
 
 
-def _about(rules: HeadSubject, source: Origin | None, checks: Checks) -> dict[str, object]:
+def _about(rules: HeadSubject, source: Origin | None, options: ValidateOptions) -> dict[str, object]:
     """Describe what was checked, and for which engines and why."""
     return {
         "for": [engine for engine in ENGINES if engine in rules.engines],
-        "for_by": "as requested" if checks.engines else "the engines that the layout is written for",
+        "for_by": "as requested" if options.for_ else "the engines that the layout is written for",
         "checked": "head",
         "layout": rules.layout.name if rules.layout else None,
-        "headers_only": checks.headers_only,
+        "headers_only": options.headers_only,
         "source": source.alone.checkpoint.source if source else None,
     } | _draft(rules.checkpoint)
 
@@ -428,6 +400,6 @@ def _draft(checkpoint: Checkpoint) -> dict[str, object]:
     return {}
 
 
-def _digests(checkpoint: Checkpoint, checks: Checks, look: Look) -> dict[str, str]:
-    unread = checks.headers_only or checkpoint.headers_only
+def _digests(checkpoint: Checkpoint, options: ValidateOptions, look: Look) -> dict[str, str]:
+    unread = options.headers_only or checkpoint.headers_only
     return {} if unread else {file.name: look.sha256(file) for file in checkpoint.files}

@@ -12,12 +12,10 @@ from support.good_heads import GOOD
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import Hints
-from kconv.checkpoint.source import Folder
 from kconv.convert.read import claim_tensors, read, read_head
 from kconv.drafters.keys import CONVENTION, TOP
 from kconv.errors import ConfigUnsupported, KconvError, TensorMissing
 from kconv.validate.rules.table import all_rules
-from kconv.validate.run import validate
 
 RULES = all_rules()
 OPENED = [fault for fault in FAULTS if fault.rule not in ("K001", "K002", "K003") and fault.raw is None]
@@ -30,16 +28,15 @@ def write(folder: Path, base, change) -> Path:
 @pytest.mark.parametrize("fault", OPENED, ids=lambda fault: fault.name)
 def test_what_stops_a_conversion_is_what_validation_lists(fault: Fault, tmp_path: Path):
     folder = fault.write(tmp_path / "head")
-    checks = fault.wish(folder)
     checkpoint = open_checkpoint(folder)
-    reading = read(checkpoint, hints=checks.hints)
-    found = validate(Folder(folder), checks, say=lambda _: None).findings
+    reading = read(checkpoint, hints=fault.told)
+    found = fault.validate(folder).findings
     assert {problem.code for problem in reading.problems} <= {finding.rule for finding in found}
     # What an option decides stops a conversion, and leaves open what an engine would do.
     assert all(RULES[one.code].severity in (one.severity, "undecided") for one in reading.problems)
     assert all(problem.what and problem.where and problem.fix for problem in reading.problems)
     try:
-        read_head(checkpoint, hints=checks.hints)
+        read_head(checkpoint, hints=fault.told)
     except KconvError as error:
         assert (type(error), error.code) == (reading.errors[0].kind, reading.errors[0].code)
         assert error.what.startswith(reading.errors[0].what) and error.fix == reading.errors[0].fix

@@ -189,14 +189,15 @@ def test_what_it_cannot_hold_is_refused_and_a_rule_of_validate(tmp_path):
     from kconv.convert.plan import plan
     from kconv.convert.read import read_head
     from kconv.errors import LayoutCannot
+    from kconv.validate.options import ValidateOptions
     from kconv.validate.rules.table import find_rule
-    from kconv.validate.run import Checks, validate
+    from kconv.validate.run import validate
 
     spec = replace(GQA, mlp_bias=True)
     source = write_head(tmp_path / "head", registry.by_name("vllm"), spec, random_slots(spec))
     with pytest.raises(LayoutCannot, match="Otter has no biases"):
         plan(read_head(open_checkpoint(source)), registry.by_name("otter"))
-    report = validate(Folder(source), Checks(engines=registry.asked()["otter"]), say=lambda _: None)
+    report = validate(Folder(source), ValidateOptions(for_=("otter",)), say=lambda _: None)
     assert ("OTTER1", ("otter",)) in [(finding.rule, finding.engines) for finding in report.findings]
     assert find_rule("otter-mlp-bias").engines == ("otter",)
 
@@ -204,13 +205,14 @@ def test_what_it_cannot_hold_is_refused_and_a_rule_of_validate(tmp_path):
 @installed
 def test_it_brings_a_rule_of_its_own(heads):
     from kconv.checkpoint.source import Folder
+    from kconv.validate.options import ValidateOptions
     from kconv.validate.rules.table import SUBJECTS, find_rule
-    from kconv.validate.run import Checks, validate
+    from kconv.validate.run import validate
 
     assert find_rule("otter-river-unstated") in SUBJECTS["Config"]
     assert "otter" in find_rule("K154").engines
     for engine, said in (("otter", [("OTTER2", "State it: river.", ("otter",))]), ("vllm", [])):
-        report = validate(Folder(heads[1]), Checks(engines=registry.asked()[engine]), say=lambda _: None)
+        report = validate(Folder(heads[1]), ValidateOptions(for_=(engine,)), say=lambda _: None)
         own = [finding for finding in report.findings if finding.rule == "OTTER2"]
         assert [(finding.rule, finding.fix, finding.engines) for finding in own] == said
 

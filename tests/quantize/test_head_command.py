@@ -25,7 +25,7 @@ from kconv.drafters.spec import HeadSpec
 from kconv.engines import by_name
 from kconv.errors import ConfigUnsupported, KconvError, LayoutCannot, StatesInvalid
 from kconv.tiny.text import read_corpus
-from kconv.validate.run import Checks, validate
+from kconv.validate.run import validate
 
 SPECS = {"gqa": FITTING_GQA, "mla": FITTING_MLA}
 FORMATS = ("fp8", "nvfp4")
@@ -127,7 +127,6 @@ def test_what_is_told_of_it(quantized, states, kind, name):
 def test_validation_finds_nothing_against_the_source(quantized, kind, name):
     report = validate(
         Folder(quantized / f"{kind}-{name}"),
-        Checks(),
         source=Origin(*[read_head(open_checkpoint(quantized / kind))] * 2),
         say=lambda _: None,
     )
@@ -174,7 +173,7 @@ def test_damage_is_found(quantized, tmp_path, head, damage, rule):
     damage(tensors)
     save_file({n: t.contiguous() for n, t in tensors.items()}, out / "model.safetensors")
     original = read_head(open_checkpoint(quantized / head.split("-")[0]))
-    report = validate(Folder(out), Checks(), source=Origin(original, original), say=lambda _: None)
+    report = validate(Folder(out), source=Origin(original, original), say=lambda _: None)
     assert rule in {finding.rule for finding in report.findings if finding.severity == "error"}
 
 
@@ -185,7 +184,7 @@ def test_without_its_manifest_it_is_compared_by_its_noise(quantized, tmp_path, k
     for file in ("config.json", "hf_quant_config.json", "model.safetensors"):
         (out / file).write_bytes((source / file).read_bytes())
     report = validate(
-        Folder(out), Checks(), source=Origin(*[read_head(open_checkpoint(quantized / kind))] * 2), say=lambda _: None
+        Folder(out), source=Origin(*[read_head(open_checkpoint(quantized / kind))] * 2), say=lambda _: None
     )
     assert [finding.rule for finding in report.findings if finding.severity != "note"] == ["K302"]
     (noise,) = [finding for finding in report.findings if finding.rule == "K306"]

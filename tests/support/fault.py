@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
 from kconv.checkpoint.manifest import Hints
 from kconv.checkpoint.source import Folder
-from kconv.convert.shared import SharedTensors
 from kconv.drafters.spec import HeadSpec, Rope, Yarn
-from kconv.targets.config import parse_target_config
-from kconv.validate.run import Checks
+from kconv.validate.options import ValidateOptions
+from kconv.validate.report import Report
+from kconv.validate.run import validate
 
 from .changes import Change, Config
 from .good_heads import LATENT_QUANTIZABLE, QUANTIZABLE, SGLANG, TRTLLM, VLLM, Good, trained_slots
-from .heads import GQA, MLA, PORTABLE, YARN
+from .heads import GQA, MLA, PORTABLE, TARGET, YARN
 
 
 @dataclass(frozen=True)
@@ -48,17 +47,19 @@ class Fault:
     lent: tuple[str, ...] = ()
     hints: Hints = field(default_factory=Hints)
 
-    def wish(self, folder: Path) -> Checks:
-        """Return for whom, and for which target, the head that is written into a folder is checked."""
-        target = parse_target_config(self.target) if self.target else None
-        layers = target.layers if target else None
-        lent = partial(lend, folder.with_name("target"), self.lent, self.base.spec) if self.lent else None
-        return Checks(
-            self.engines or self.base.engines,
-            hints=self.hints.model_copy(update={"target_layers": layers}),
-            target=target,
-            lent=lent,
-        )
+    @property
+    def told(self) -> Hints:
+        """What the user says of the head, with its target's depth."""
+        layers = self.target["num_hidden_layers"] if self.target else None
+        return self.hints.model_copy(update={"target_layers": layers})
+
+    def validate(self, folder: Path) -> Report:
+        """Check the head that is written into a folder, for whom and for which target it is said to be."""
+        target = None
+        if self.target or self.lent:
+            target = write_target(folder.with_name("target"), self.target or TARGET, self.lent, self.base.spec)
+        options = ValidateOptions(for_=self.engines or self.base.engines)
+        return validate(Folder(folder), options, hints=self.told, target=target, say=lambda _: None)
 
     def write(self, folder: Path) -> Path:
         """Write the head with its fault into a folder."""
@@ -75,12 +76,14 @@ class Fault:
         return folder
 
 
-def lend(folder: Path, slots: tuple[str, ...], spec: HeadSpec, asked: Iterable[str]) -> SharedTensors:
-    """Write a target's own tensors for these slots, and return what is asked for of them."""
-    folder.mkdir(exist_ok=True)
+def write_target(folder: Path, config: Config, slots: tuple[str, ...] = (), spec: HeadSpec = GQA) -> Folder:
+    """Write a target: its config, and tensors of its own for these slots of a head."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
     own = trained_slots(spec, seed=5)
-    save_file({slot: own[slot] for slot in slots}, folder / "model.safetensors")
-    return SharedTensors("org/target", Folder(folder).open_tensors(asked), is_folder=True)
+    names = {"lm_head": "lm_head.weight", "embed_tokens": "model.embed_tokens.weight"}
+    save_file({names[slot]: own[slot] for slot in slots}, folder / "model.safetensors")
+    return Folder(folder)
 
 
 def good(layout: str, spec=MLA, engines: tuple[str, ...] = VLLM, nvfp4: bool = False) -> Good:

@@ -18,16 +18,17 @@ import kconv
 from kconv.checkpoint.manifest import Hints
 from kconv.checkpoint.source import Folder
 from kconv.engines.vllm import built_layers, default_theta
+from kconv.validate.options import ValidateOptions
 from kconv.validate.report import Finding
 from kconv.validate.rules.config import DEFAULT_HEADS, DTYPES
 from kconv.validate.rules.subject import ENGINES
-from kconv.validate.run import Checks, validate
+from kconv.validate.run import validate
 
 
 def check(rule: str, base: Good, change: Change, folder: Path, engines: tuple[str, ...] = ENGINES) -> list[Finding]:
     fault = Fault("", rule, base, change, engines)
     head = fault.write(folder)
-    return [finding for finding in validate(Folder(head), fault.wish(head)).findings if finding.rule == rule]
+    return [finding for finding in fault.validate(head).findings if finding.rule == rule]
 
 
 @pytest.mark.parametrize("stated", [..., None, 3, "", "F8", "kimi_k2\0", ["kimi_k2"]])
@@ -115,14 +116,14 @@ def test_an_option_that_an_engine_does_not_see_is_an_error_until_it_is_converted
     base, change, hints, taken = case
     fault = Fault("", "K024", base, change, (engine,), hints=hints)
     head = fault.write(tmp_path / "head")
-    found = [finding for finding in validate(Folder(head), fault.wish(head)).findings if finding.rule == "K024"]
+    found = [finding for finding in fault.validate(head).findings if finding.rule == "K024"]
     assert [finding.engines for finding in found] == ([(engine,)] if engine in taken else [])
     for finding in found:
         assert f"takes {taken[engine]!r} from this config (https://" in finding.message
         assert "kconv to-" in finding.fix
     if found:
         kconv.convert(head, tmp_path / "out", to=engine.partition("-")[0], **hints.model_dump(exclude_none=True))
-        report = validate(Folder(tmp_path / "out"), Checks((engine,)))
+        report = validate(Folder(tmp_path / "out"), ValidateOptions(for_=(engine,)))
         assert not [finding for finding in report.findings if finding.severity == "error"]
 
 

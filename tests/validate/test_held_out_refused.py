@@ -6,6 +6,7 @@ from click.testing import CliRunner
 from support.heads import MLA, random_slots, write_head
 from support.quantized_targets import make_form
 
+import kconv
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.source import Folder
 from kconv.cli import main
@@ -18,8 +19,6 @@ from kconv.quantize.run import quantize
 from kconv.targets.config import parse_target_config
 from kconv.validate import quantized
 from kconv.validate import run as runs
-from kconv.validate.perplexity import HeldOutText
-from kconv.validate.run import validate
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +39,8 @@ def refuse(pair, monkeypatch):
     monkeypatch.setattr(quantized, "check_quantized", lambda *_: looked.append("noise"))
 
     def run(fault, phrase, prompts):
-        text = HeldOutText(Folder(pair[0]), str(prompts))
         with pytest.raises(fault, match=phrase) as raised:
-            validate(Folder(pair[1]), quantized_from=open_checkpoint(pair[0]), held_out=text, say=lambda _: None)
+            kconv.validate(pair[1], source=pair[0], prompts=prompts)
         assert looked == []
         return raised.value
 

@@ -14,7 +14,6 @@ from support.heads import GQA, MLA
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import Hints
-from kconv.checkpoint.source import Folder
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
 from kconv.drafters.spec import HeadSpec, Norms
@@ -22,7 +21,6 @@ from kconv.engines import BY_NAME
 from kconv.engines.vllm import REFUSED
 from kconv.validate.rules.config import NULLS
 from kconv.validate.rules.head import ENGINE_OF
-from kconv.validate.run import validate
 
 LAYERED = replace(GQA, layers=2)
 NORMED = replace(GQA, norms=Norms(before_fc=True))
@@ -61,7 +59,7 @@ def stumble(folder: Path, spec: HeadSpec, change: Change) -> set[str]:
         layout = ENGINE_OF[engine]
         fault = Fault("", "", Good("", layout, spec, (engine,)), change)
         head = fault.write(folder / engine)
-        report = validate(Folder(head), fault.wish(head), say=lambda _: None)
+        report = fault.validate(head)
         stumbled |= {engine for finding in report.findings if finding.rule == "K019"}
     return stumbled
 

@@ -17,9 +17,10 @@ from kconv.quantize.plan import exclude_modules, plan_quantize
 from kconv.quantize.recipe import builtin_recipes, load_recipe
 from kconv.quantize.run import quantize
 from kconv.targets.config import parse_target_config
+from kconv.validate.options import ValidateOptions
 from kconv.validate.rules.table import TARGET_RULES, all_rules
 from kconv.validate.rules.target import Excludes
-from kconv.validate.run import Checks, validate
+from kconv.validate.run import validate
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +41,8 @@ def good(tiny_target, tmp_path_factory):
     return find
 
 
-def check(folder, **wish):
-    return validate(Folder(folder), Checks(**wish), say=lambda _: None).findings
+def check(folder, **options):
+    return validate(Folder(folder), ValidateOptions(**options), say=lambda _: None).findings
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -118,7 +119,7 @@ def test_headers_only_reads_no_scale(good, tmp_path):
 def test_what_only_tensorrt_llm_minds_is_not_said_for_vllm(good, tmp_path):
     fault = next(fault for fault in FAULTS if fault.rule == "K434")
     folder = write_changed(good(), tmp_path / "target", fault.change)
-    assert check(folder, engines=("vllm-v1",)) == ()
+    assert check(folder, for_=("vllm-v1",)) == ()
 
 
 @given(layers=st.integers(1, 24), experts=st.integers(1, 3), wrapped=st.booleans(), data=st.data())

@@ -23,6 +23,7 @@ from kconv.engines import MODELOPT, TRTLLM, by_name
 from kconv.errors import PromptsInvalid, StatesInvalid
 from kconv.measure.drafting import Measured
 from kconv.measure.held_out import encode_held_out
+from kconv.measure.texts import stored_texts
 from kconv.targets.config import read_target_config
 from kconv.targets.forward import LocalRunner
 from kconv.targets.model import load_target
@@ -34,7 +35,8 @@ from kconv.tiny.target import pack
 from kconv.tiny.text import read_corpus
 from kconv.train.recipe import TEST_GQA
 from kconv.train.run import head_key, train_head
-from kconv.validate.parity import Parity, ParityFound, measure_parity
+from kconv.validate.options import ValidateOptions
+from kconv.validate.parity import ParityFound, measure_parity
 from kconv.validate.structure import check_source
 
 SPEC = HeadSpec(
@@ -108,9 +110,9 @@ def states(root, tiny_target, prompts) -> Path:
 def run(tiny_target) -> Callable[..., ParityFound]:
     def run(output: Head, source: Head | None, prompts: Path | None = None, **how) -> ParityFound:
         target = Folder(tiny_target)
-        held_out = encode_held_out(str(prompts), target, PROMPT_TOKENS + NEW_TOKENS) if prompts else None
-        parity = Parity(target, held_out, prompt_tokens=PROMPT_TOKENS, new_tokens=NEW_TOKENS, **how)
-        return measure_parity(output, source, parity, lambda _: None)
+        options = ValidateOptions(prompt_tokens=PROMPT_TOKENS, new_tokens=NEW_TOKENS, **how)
+        held_out = encode_held_out(str(prompts), target, options.text_tokens) if prompts else None
+        return measure_parity(output, source, options, target, held_out, lambda _: None)
 
     return run
 
@@ -191,8 +193,8 @@ def test_of_the_target_only_two_tensors_are_read(run, output, source, states, ti
     weights = load_file(tiny_target / "model.safetensors")
     ends = {name: weights[name] for name in ("model.embed_tokens.weight", "lm_head.weight")}
     save_file(ends, folder / "model.safetensors")
-    parity = Parity(Folder(folder), states=states)
-    found = measure_parity(output, source, parity, lambda _: None)
+    options = ValidateOptions(states=str(states))
+    found = measure_parity(output, source, options, Folder(folder), None, lambda _: None)
     assert [m.text.kind for m in found.measured] == ["held-out", "sampled", "greedy"]
     assert found.provenance["states"]["captured"] == (1, 3, 5)  # pyright: ignore
 
@@ -203,7 +205,8 @@ def test_states_of_other_weights_are_refused(output, source, states, tiny_target
     weights["lm_head.weight"][0, 0] += 1
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(StatesInvalid, match="lm_head differs"):
-        measure_parity(output, source, Parity(Folder(folder), states=states), lambda _: None)
+        options = ValidateOptions(states=str(states))
+        measure_parity(output, source, options, Folder(folder), None, lambda _: None)
 
 
 def test_modelopts_dumps_serve_as_states(run, output, source, states, tiny_target, tmp_path):
@@ -242,9 +245,9 @@ def test_other_prompts_are_let_through(run, output, states, tmp_path):
     assert found.measured[0].acceptance[0].standard_error is None
 
 
-def test_texts_too_short_to_draft_in_are_refused(run, output, states):
+def test_texts_too_short_to_draft_in_are_refused(states):
     with pytest.raises(PromptsInvalid, match="no sequence has"):
-        run(output, None, states=states, steps=30)
+        stored_texts(open_states(states), steps=30, vocab=SPEC.vocab)
 
 
 @pytest.fixture(scope="module")

@@ -27,8 +27,8 @@ from kconv.quantize.run import quantize
 from kconv.targets.config import parse_target_config
 from kconv.targets.model import load_target
 from kconv.tiny.text import read_corpus
-from kconv.validate.parity import Parity
-from kconv.validate.perplexity import HeldOutText, Run, compare_runs, measure_perplexity, prepare_text
+from kconv.validate.options import ValidateOptions
+from kconv.validate.perplexity import Run, compare_runs, encode_texts, measure_perplexity
 from kconv.validate.quantized import FLOOR, check_quantized
 from kconv.validate.run import validate
 
@@ -171,7 +171,7 @@ def test_what_could_only_be_passed_over_is_refused(pair, tmp_path):
     with pytest.raises(ComparisonUnfit, match="this is a head, but --source is a target"):
         validate(Folder(heads), quantized_from=open_checkpoint(source), **quiet)
     with pytest.raises(ComparisonUnfit, match="only a head has an acceptance"):
-        validate(Folder(good), parity=Parity(Folder(source)), **quiet)
+        validate(Folder(good), ValidateOptions(states="states"), target=Folder(source), **quiet)
 
 
 @pytest.fixture(scope="module")
@@ -186,14 +186,15 @@ def held_out(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_perplexity_on_held_out_text_is_within_half_a_percent_of_the_sources(form, pair, held_out):
-    source, out = map(Folder, pair(form))
-    text = prepare_text(HeldOutText(source, str(held_out), tokens=128))
-    figures, about = measure_perplexity(out, text), text.about
+    source, out = pair(form)
+    options = ValidateOptions(prompts=held_out, prompt_tokens=64, new_tokens=64)
+    text = encode_texts(options, Folder(source))
+    figures = measure_perplexity(open_checkpoint(out), open_checkpoint(source), text)
     assert abs(figures.output / figures.source - 1) < 0.005, figures
     assert figures.log_ratio == pytest.approx(math.log(figures.output / figures.source))
     assert figures.log_ratio_se is not None and 0 < figures.log_ratio_se < 0.002
     assert 0.9 < figures.top1 < 1
-    assert about["prompts"]["file"] == "held-out.jsonl"
+    assert text.file == "held-out.jsonl"
     if form == "int4":
         (before, one), (after, other) = (perplexity(folder) for folder in pair(form))
         assert figures.source == pytest.approx(before, rel=1e-6)

@@ -23,8 +23,9 @@ from kconv.quantize.plan import plan_quantize
 from kconv.quantize.recipe import load_recipe
 from kconv.quantize.run import quantize
 from kconv.targets.config import parse_target_config
+from kconv.validate.options import ValidateOptions
 from kconv.validate.report import digests
-from kconv.validate.run import Checks, check_manifest, validate
+from kconv.validate.run import check_manifest, validate
 
 
 @pytest.fixture
@@ -35,9 +36,9 @@ def converted(tmp_path: Path) -> Path:
     return tmp_path / "head"
 
 
-def broken(folder: Path, **wish) -> list[str]:
+def broken(folder: Path, **options) -> list[str]:
     """Return where the manifest is found not to hold."""
-    report = validate(Folder(folder), Checks(**wish), say=lambda _: None)
+    report = validate(Folder(folder), ValidateOptions(**options), say=lambda _: None)
     found = [finding for finding in report.findings if finding.rule == "K301"]
     assert all(finding.severity == "error" and finding.message and finding.fix for finding in found)
     return [finding.where for finding in found]

@@ -12,13 +12,11 @@ from support.fault import FACTOR, Fault
 from support.good_heads import SGLANG, TRTLLM, VLLM, Good
 from support.heads import GQA, MLA
 
-from kconv.checkpoint.source import Folder
 from kconv.drafters.rope_keys import read_rope
 from kconv.drafters.spec import HeadSpec, Rope
 from kconv.validate.rules.head import ENGINE_OF
 from kconv.validate.rules.subject import ENGINES
 from kconv.validate.rules.table import all_rules
-from kconv.validate.run import validate
 
 SCALING, PARAMETERS = "rope_scaling", "rope_parameters"
 NO_THETA = also(put(rope_theta=...), rope(SCALING, rope_theta=...))
@@ -30,7 +28,7 @@ def find(rule: str, spec: HeadSpec, change: Change, folder: Path) -> set[str]:
     for engine in ENGINES:
         fault = Fault("", rule, Good("", ENGINE_OF[engine], spec, (engine,)), change)
         head = fault.write(folder / engine)
-        found |= {engine for f in validate(Folder(head), fault.wish(head)).findings if f.rule == rule}
+        found |= {engine for f in fault.validate(head).findings if f.rule == rule}
     return found
 
 
@@ -67,7 +65,7 @@ def test_transformers_takes_the_one_that_the_rule_says(change, spec, name: str, 
 
     fault = Fault("", "K159", Good("", "vllm", spec, VLLM), change)
     head = fault.write(tmp_path / "head")
-    said = any(f.rule == "K159" for f in validate(Folder(head), fault.wish(head)).findings)
+    said = any(f.rule == "K159" for f in fault.validate(head).findings)
     config = json.loads((head / "config.json").read_text())
     try:
         read = getattr(transformers, name).from_dict(json.loads(json.dumps(config))).rope_parameters

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.changes import P, drop, nest, put
-from support.fault import GQA_TRT, GQA_VLLM, MLA_VLLM, MODELOPT_GQA, REDUCED, Fault, good
+from support.fault import GQA_TRT, GQA_VLLM, MLA_VLLM, MODELOPT_GQA, REDUCED, Fault, good, write_target
 from support.faults import FAULTS
 from support.good_heads import GOOD, SGLANG, TRTLLM, VLLM_V1, VLLM_V2, Good
 from support.heads import GQA, MLA, TARGET
@@ -20,18 +20,18 @@ from kconv.checkpoint.manifest import Hints
 from kconv.checkpoint.source import Folder
 from kconv.drafters.spec import Linear, Rope, Yarn
 from kconv.engines import BY_NAME
-from kconv.engines.registry import asked
-from kconv.targets.config import parse_target_config
+from kconv.validate.options import ValidateOptions
 from kconv.validate.report import Finding, Report
 from kconv.validate.rules.table import HEAD_RULES, all_rules
-from kconv.validate.run import Checks, validate
+from kconv.validate.run import validate
 
 # What a launch flag must supply, and what is not compared where no target is given.
 ALWAYS = {"K144", "K184", "K193", "K194", "K195", "K196", "K214"}
 
 
-def check(folder: Path, wish: Checks) -> Report:
-    return validate(Folder(folder), wish, say=lambda _: None)
+def check(folder: Path, engines: tuple[str, ...] = (), *, headers_only: bool = False, **about) -> Report:
+    options = ValidateOptions(for_=engines, headers_only=headers_only)
+    return validate(Folder(folder), options, **about, say=lambda _: None)
 
 
 def of(report: Report, rule: str) -> list[Finding]:
@@ -41,7 +41,7 @@ def of(report: Report, rule: str) -> list[Finding]:
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_corruption_is_found_by_the_rule_it_was_made_for(fault: Fault, tmp_path: Path):
     folder = fault.write(tmp_path / "head")
-    report = check(folder, fault.wish(folder))
+    report = fault.validate(folder)
     found = of(report, fault.rule)
     assert found, [finding.rule for finding in report.findings]
     assert all(f.severity == all_rules()[fault.rule].severity and f.message and f.fix for f in found)
@@ -49,7 +49,7 @@ def test_a_corruption_is_found_by_the_rule_it_was_made_for(fault: Fault, tmp_pat
 
 @pytest.mark.parametrize("good", GOOD.values(), ids=GOOD)
 def test_of_a_good_head_nothing_is_said_but_what_a_flag_must_supply(good, tmp_path: Path):
-    report = check(good.write(tmp_path / "head"), Checks(good.engines))
+    report = check(good.write(tmp_path / "head"), good.engines)
     assert [f for f in report.findings if f.severity != "note"] == []
     assert {f.rule for f in report.findings} <= ALWAYS | {"K203"}
 
@@ -58,7 +58,7 @@ def test_each_thing_that_a_flag_must_supply_is_said_of_a_good_head(tmp_path: Pat
     told = {
         finding.rule
         for name in ("mla, portable", "gqa, portable")
-        for finding in check(GOOD[name].write(tmp_path / name), Checks(asked()["all"])).findings
+        for finding in check(GOOD[name].write(tmp_path / name), ("all",)).findings
     }
     assert told >= ALWAYS
 
@@ -70,10 +70,9 @@ def test_every_rule_over_heads_has_a_corruption_or_is_said_of_good_ones():
 def test_the_corruptions_were_good_before(tmp_path: Path):
     bases = {fault.base.name + repr(fault.base.spec): fault.base for fault in FAULTS if not fault.engines}
     for number, base in enumerate(bases.values()):
-        wish = Checks(base.engines)
         if any(limit.applies(base.spec, ()) for limit in BY_NAME[base.layout].limits) or base.layout == "specforge":
             continue
-        found = check(base.write(tmp_path / str(number)), wish).findings
+        found = check(base.write(tmp_path / str(number)), base.engines).findings
         assert [f.rule for f in found if f.severity == "error"] == [
             rule for rule in ("K191",) if base.layout == "speculators" and base.spec.kind == "mla"
         ]
@@ -96,14 +95,14 @@ def test_without_values_maps_and_weights_are_not_looked_at(tmp_path: Path):
         tensors["fc.weight"][0, 0] = float("nan")
 
     folder = write(tmp_path / "head", REDUCED, spoil)
-    assert {f.rule for f in check(folder, Checks()).findings} >= {"K174", "K201"}
-    report = check(folder, Checks(headers_only=True))
+    assert {f.rule for f in check(folder).findings} >= {"K174", "K201"}
+    report = check(folder, headers_only=True)
     assert report.clean and report.weights == {} and report.provenance["headers_only"] is True
 
 
 def test_every_missing_tensor_is_named(tmp_path: Path):
     names = ["fc.weight", f"{P}hidden_norm.weight", f"{P}mlp.up_proj.weight", "norm.weight"]
-    report = check(write(tmp_path / "head", MLA_VLLM, drop(*names)), Checks())
+    report = check(write(tmp_path / "head", MLA_VLLM, drop(*names)))
     assert sorted(f.where for f in report.findings if f.severity == "error") == sorted(names)
 
 
@@ -122,7 +121,7 @@ LOST_IN_SILENCE = {
 
 @pytest.mark.parametrize("name, rule", LOST_IN_SILENCE.items(), ids=LOST_IN_SILENCE)
 def test_a_tensor_that_tensorrt_llm_leaves_uninitialized_in_silence_fails_for_it(name: str, rule: str, tmp_path: Path):
-    report = check(write(tmp_path / "head", GQA_TRT, drop(name)), Checks((TRTLLM,)))
+    report = check(write(tmp_path / "head", GQA_TRT, drop(name)), (TRTLLM,))
     (error,) = (finding for finding in report.findings if finding.severity == "error")
     assert (error.rule, error.where) == (rule, name)
     assert error.engines in ((), (TRTLLM,)) and not report.clean
@@ -131,9 +130,9 @@ def test_a_tensor_that_tensorrt_llm_leaves_uninitialized_in_silence_fails_for_it
 def test_weights_in_float32_are_no_error_where_tensorrt_llm_casts_them_to_bfloat16(tmp_path: Path):
     """As an older revision of NVIDIA's MLA head for Kimi-K2 is: its config states bfloat16."""
     head = good("trtllm", replace(MLA, dtype="F32"), (TRTLLM,))
-    report = check(write(tmp_path / "cast", head, put(torch_dtype="bfloat16", dtype="bfloat16")), Checks((TRTLLM,)))
+    report = check(write(tmp_path / "cast", head, put(torch_dtype="bfloat16", dtype="bfloat16")), (TRTLLM,))
     assert not of(report, "K347") and of(report, "K208")
-    assert of(check(write(tmp_path / "kept", head, put()), Checks((TRTLLM,))), "K347")
+    assert of(check(write(tmp_path / "kept", head, put()), (TRTLLM,)), "K347")
 
 
 def test_a_rule_speaks_to_those_who_asked(tmp_path: Path):
@@ -143,13 +142,13 @@ def test_a_rule_speaks_to_those_who_asked(tmp_path: Path):
         ((VLLM_V2,), "K140", False),
         ((SGLANG,), "K140", False),
         ((TRTLLM,), "K140", False),
-        (asked()["vllm"], "K143", True),
+        (("vllm",), "K143", True),
     ):
-        assert bool(of(check(folder, Checks(engines)), rule)) is said
-    (finding,) = of(check(folder, Checks(asked()["all"])), "K140")
+        assert bool(of(check(folder, engines), rule)) is said
+    (finding,) = of(check(folder, ("all",)), "K140")
     # The other runner is in the rule too, and not in what was found.
     assert finding.engines == ("vllm-v1",) and "v1 would feed it those of [0, 2, 4]" in finding.message
-    found = of(check(GQA_VLLM.write(tmp_path / "for-vllm"), Checks(asked()["all"])), "K143")
+    found = of(check(GQA_VLLM.write(tmp_path / "for-vllm"), ("all",)), "K143")
     assert {finding.engines for finding in found} == {("sglang",)}
 
 
@@ -160,15 +159,15 @@ WRITTEN_FOR = {"vllm": ALL[:2], "sglang": ALL[2:3], "trtllm": ALL[3:], "modelopt
 @pytest.mark.parametrize("layout, engines", (WRITTEN_FOR | {"torchspec": ALL}).items())
 def test_without_a_wish_a_head_is_checked_for_whom_it_was_written(layout, engines, tmp_path: Path):
     good = next(g for g in GOOD.values() if g.layout == layout and g.spec.kind == "mla")
-    assert check(good.write(tmp_path / "head"), Checks()).provenance["for"] == engines
+    assert check(good.write(tmp_path / "head")).provenance["for"] == engines
 
 
 @pytest.mark.parametrize("layers, rules", [(9, set()), (30, {"K142"}), (None, {"K143"})])
 def test_the_targets_depth_decides_whether_a_default_is_the_heads(layers, rules, tmp_path: Path):
     """Outputs [1, 3, 5] are ModelOpt's default of 9 layers: {1, 9 // 2 - 1, 9 - 4}."""
-    target = parse_target_config(TARGET | {"num_hidden_layers": layers}) if layers else None
+    target = write_target(tmp_path / "target", TARGET | {"num_hidden_layers": layers}) if layers else None
     folder = MODELOPT_GQA.write(tmp_path / "head")
-    found = check(folder, Checks((VLLM_V2,), hints=Hints(target_layers=layers), target=target))
+    found = check(folder, (VLLM_V2,), hints=Hints(target_layers=layers), target=target)
     assert {f.rule for f in found.findings if f.severity != "note"} == rules
 
 
@@ -197,9 +196,9 @@ INJECTED = replace(GQA, rope=Rope(1e4, Yarn(32.0, 2048)), max_positions=262144)
 def test_a_table_of_angles_is_as_long_as_the_engine_makes_it(layout, spec, context, rules, tmp_path: Path):
     """vLLM makes as many rows as are served, but of YaRN its reach; the others go by max_position_embeddings."""
     engines = WRITTEN_FOR[layout]
-    target = parse_target_config(TARGET | {"max_position_embeddings": context})
+    target = write_target(tmp_path / "target", TARGET | {"max_position_embeddings": context})
     folder = Good("", layout, spec, tuple(engines)).write(tmp_path / "head")
-    found = check(folder, Checks(tuple(engines), target=target)).findings
+    found = check(folder, tuple(engines), target=target).findings
     assert {f.rule for f in found} & {"K166", "K167", "K169"} == rules
 
 
@@ -214,9 +213,9 @@ LLAMA31 = TARGET | {"model_type": "llama", "num_hidden_layers": 32, "max_positio
 def test_of_safeailabs_llama_head_it_is_said_that_vllm_stops_drafting(context, told, served, tmp_path: Path):
     """V1 drafts to the head's max_position_embeddings; V2, which raises it to the context, is not accused."""
     folder = EAGLE3["SafeAILab, Llama-3.1"].write(tmp_path / "head")
-    target = parse_target_config(LLAMA31 | {"max_position_embeddings": context}) if context else None
+    target = write_target(tmp_path / "target", LLAMA31 | {"max_position_embeddings": context}) if context else None
     hints = Hints(target_layers=32, max_positions=told)
-    report = check(folder, Checks(asked()["vllm"], hints=hints, target=target))
+    report = check(folder, ("vllm",), hints=hints, target=target)
     found = [f for f in report.findings if "position" in f.where]
     assert [(f.rule, f.severity, f.engines) for f in found] == [("K215", "warning", (VLLM_V1,))] * bool(served)
     assert all(f"at most 2048 tokens; the context is {served}" in f.message for f in found)
@@ -244,7 +243,7 @@ def test_of_safeailabs_llama_head_it_is_said_that_vllm_stops_drafting(context, t
 def test_vllms_runners_go_by_what_the_head_states(spec, change, context, said, tmp_path: Path):
     folder = write(tmp_path / "head", Good("", "vllm", spec, ()), change)
     hints = Hints(target_layers=9, max_positions=context)
-    found = check(folder, Checks(asked()["vllm"], hints=hints)).findings
+    found = check(folder, ("vllm",), hints=hints).findings
     positions = {f.rule: (f.engines, f.message) for f in found if f.rule in ("K157", "K215", "K167")}
     assert {rule: engines for rule, (engines, _) in positions.items()} == {
         rule: {"K215": (VLLM_V1,), "K167": (VLLM_V2,)}[rule] for rule in said
@@ -255,11 +254,11 @@ def test_vllms_runners_go_by_what_the_head_states(spec, change, context, said, t
 def test_a_list_that_the_user_explains_is_decided(tmp_path: Path):
     ids = {"eagle_aux_hidden_state_layer_ids": [2, 30, 58]}
     folder = write(tmp_path / "head", MODELOPT_GQA, nest(**ids))
-    assert of(check(folder, Checks()), "K006")
-    assert check(folder, Checks(hints=Hints(captured_are="outputs"))).clean
-    told = check(folder, Checks(asked()["vllm-v1"], hints=Hints(captured_are="inputs")))
+    assert of(check(folder), "K006")
+    assert check(folder, hints=Hints(captured_are="outputs")).clean
+    told = check(folder, ("vllm-v1",), hints=Hints(captured_are="inputs"))
     assert not of(told, "K140") and told.clean
-    misread = check(folder, Checks(asked()["vllm-v1"], hints=Hints(captured_are="outputs")))
+    misread = check(folder, ("vllm-v1",), hints=Hints(captured_are="outputs"))
     assert of(misread, "K140")
 
 
@@ -269,7 +268,7 @@ def test_a_map_of_the_first_tokens_is_no_fault_where_t2d_says_so(tmp_path: Path)
         tensors["t2d"][:] = False
         tensors["t2d"][:40] = True
 
-    assert check(write(tmp_path / "head", REDUCED, first), Checks()).clean
+    assert check(write(tmp_path / "head", REDUCED, first)).clean
 
 
 def test_a_head_that_kconv_trained_is_not_said_to_be_normed_twice(tmp_path: Path):
@@ -277,7 +276,7 @@ def test_a_head_that_kconv_trained_is_not_said_to_be_normed_twice(tmp_path: Path
     folder = fault.write(tmp_path / "head")
     (folder / "modelopt").mkdir()
     (folder / "modelopt" / "training.json").write_text("{}")
-    assert not of(check(folder, fault.wish(folder)), "K210")
+    assert not of(fault.validate(folder), "K210")
 
 
 VALUES = st.recursive(
@@ -303,7 +302,7 @@ def test_whatever_a_config_says_there_is_a_report_and_an_unreadable_head_is_not_
     config = json.loads(before) | data.draw(st.dictionaries(st.sampled_from(KEYS), VALUES, min_size=1, max_size=3))
     try:
         file.write_text(json.dumps(config))
-        report = check(folder, Checks(asked()["all"], headers_only=True))
+        report = check(folder, ("all",), headers_only=True)
         assert Report.model_validate_json(report.to_json()) == report
         from kconv.checkpoint.folder import open_checkpoint
         from kconv.convert.read import claim_tensors
@@ -320,16 +319,16 @@ def test_whatever_a_config_says_there_is_a_report_and_an_unreadable_head_is_not_
 def test_a_fault_that_no_rule_speaks_of_is_reported_all_the_same(tmp_path: Path):
     """Also where another one finds an error of its own."""
     change = put(num_key_value_heads=3, architectures=["Unheard"])
-    found = {f.rule: f for f in check(write(tmp_path / "head", GQA_VLLM, change), Checks()).findings}
+    found = {f.rule: f for f in check(write(tmp_path / "head", GQA_VLLM, change)).findings}
     assert {"K008", "K186"} <= found.keys() and "share 3" in found["K008"].message
 
 
 def test_a_layout_that_is_named_wrongly_is_no_crash(tmp_path: Path):
     spec = next(g for g in GOOD.values() if g.name == "gqa, 2 layers, vllm")
-    report = check(spec.write(tmp_path / "head"), Checks(layout=BY_NAME["torchspec"]))
+    report = check(spec.write(tmp_path / "head"), layout=BY_NAME["torchspec"])
     assert not report.clean
 
 
 def test_a_folder_that_is_not_there_is_a_finding(tmp_path: Path):
-    report = check(tmp_path / "nothing", Checks())
+    report = check(tmp_path / "nothing")
     assert [f.rule for f in report.findings] == ["K001"]

@@ -32,15 +32,15 @@ from kconv.drafters.forward import DraftHead
 from kconv.drafters.spec import HeadSpec
 from kconv.engines import by_name
 from kconv.pipeline.demo import RECIPE, run_demo
-from kconv.targets.config import read_target_config
 from kconv.tiny.recipe import cache_root
 from kconv.tiny.text import read_corpus
-from kconv.validate.parity import Parity, targets_own
+from kconv.validate.options import ValidateOptions
+from kconv.validate.parity import targets_own
 from kconv.validate.readings import judge_mistakes, measure_mistakes
 from kconv.validate.report import Finding, Report
 from kconv.validate.rules.head import HeadSubject
 from kconv.validate.rules.table import check_head
-from kconv.validate.run import Checks, validate
+from kconv.validate.run import validate
 from kconv.validate.structure import check_source
 from kconv.validate.verdict import judge_baselines, judge_fingerprint
 
@@ -103,9 +103,9 @@ def states(demo, tmp_path_factory) -> Callable[[str], Path]:
 
 def check(folder: Path, demo: Path, states: Path, source: Path | None = None) -> Report:
     target, head = Folder(demo / "target"), Folder(folder)
-    checks = Checks(target=read_target_config(demo / "target"))
     origin = open_origin(open_checkpoint(source), head, target) if source else None
-    return validate(head, checks, source=origin, parity=Parity(target, states=states, min_retention=0.5), say=str)
+    options = ValidateOptions(states=str(states), min_retention=0.5)
+    return validate(head, options, target=target, source=origin, say=str)
 
 
 def worst(report: Report) -> dict[str, str]:

@@ -18,15 +18,16 @@ from ...drafters.chain import Acceptance
 from ...engines.base import Engine, Serving
 from ...engines.counters import Counters, Counts, check_possible
 from ...engines.registry import engine, startable
-from ...errors import EngineFailed, PromptsInvalid
+from ...errors import EngineFailed
 from ...measure.figures import EngineFigures
-from ...measure.held_out import read_held_out
+from ...measure.held_out import HeldOut
 from ...serving.client import Client, check_told, connect
 from ...serving.start import serve
 from ...targets.config import read_target_config
 from ...targets.forward import generate_greedy
 from ...targets.model import load_target
 from ...targets.tokenizer import Tokenizer, load_tokenizer
+from ..options import ValidateOptions
 from ..report import Finding
 from .judge import counts_agree, judge
 from .simulate import find_reading, simulate
@@ -37,33 +38,6 @@ PER_REQUEST = "counted by the engine for each request"
 # Kernels of quantized linear layers do not accept fp32, in which kconv computes, so counts are close but not equal.
 QUANTIZED_IN = "bfloat16"
 MARGIN = 16  # extra tokens of context
-
-
-@dataclass(frozen=True)
-class Engined:
-    """How to query an engine.
-
-    Attributes:
-        engine: the name of one that kconv can start; or of the one at `url`, None to detect it.
-        target: the target.
-        prompts: a JSONL file of prompts, or a suite on the Hub at a commit.
-        python: the interpreter of an environment with the engine; None to use a running server.
-        url: the address of a server that serves the target with the head; None to start one.
-        steps: K, drafted tokens per verify step.
-        prompt_tokens: length to which prompts are cut.
-        new_tokens: tokens by which each is continued.
-        trust_remote_code: whether the target's tokenizer may run its own Python code.
-    """
-
-    engine: str | None
-    target: Source
-    prompts: str
-    python: Path | None = None
-    url: str | None = None
-    steps: int = 3
-    prompt_tokens: int = 32
-    new_tokens: int = 32
-    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,12 +76,22 @@ class _Served:
     note: str = ""
 
 
-def check_engine(head: Head, asked: Engined, say: Say, *, readings: Sequence[tuple[int, ...]] = ()) -> EngineFound:
+def check_engine(
+    head: Head,
+    options: ValidateOptions,
+    target: Source,
+    prompts: HeldOut,
+    say: Say,
+    *,
+    readings: Sequence[tuple[int, ...]] = (),
+) -> EngineFound:
     """Let an engine serve a head, and compare its output and counters with kconv's expectation.
 
     Args:
         head: the head.
-        asked: how to query the engine.
+        options: how to query the engine.
+        target: the target.
+        prompts: the prompts as the target reads them.
         say: called with progress messages.
         readings: captured layers, as outputs, that engines may read from this folder's config; tried if the counts do
             not match the head's own layers.
@@ -116,26 +100,33 @@ def check_engine(head: Head, asked: Engined, say: Say, *, readings: Sequence[tup
         EngineFailed: the engine does not start, dies, cannot be reached or answers with an error.
         CountersMissing, CountersReset: its counters are missing or unusable.
         DefinitionsMixed, AcceptanceInvalid: it drafts another number of tokens than stated.
-        PromptsInvalid: there are no prompts, or one is too long.
+        PromptsInvalid: a prompt is too long.
         TargetInvalid: the target cannot be read, or is not this head's target.
     """
-    bench = _prepare(asked, say)
-    ahead = asked.new_tokens + asked.steps - 1
+    say("loading the target")
+    folder, ids = target.fetch_model(), [row[: options.prompt_tokens] for row in prompts.tokens if row]
+    tokenizer = load_tokenizer(folder, trust_remote_code=options.trust_remote_code)
+    bench = _Bench(folder, load_target(folder, torch.float32), tokenizer, ids)
+    ahead = options.new_tokens + options.draft_tokens - 1
     dtype = QUANTIZED_IN if head.is_quantized else "float32"
-    if asked.url:
+    if options.url:
         reference = generate_greedy(bench.model, bench.prompts, ahead)  # pyright: ignore[reportArgumentType]
         say("asking the server")
-        served, strict, of, unreached = _reach(asked, bench, reference), False, FORWARD, None
+        served, strict, of, unreached = _reach(options, bench, reference), False, FORWARD, None
         kernels = ""
     else:
-        started = engine(asked.engine or startable()[0])
-        if asked.python is None:
+        started = engine(options.engine or startable()[0])
+        if options.python is None:
             raise EngineFailed(
                 f"there is no Python environment with {started.title}",
                 fix="Pass --engine-python, or --url of a running server.",
             )
         serving = Serving(
-            asked.python, bench.folder, draft_tokens=asked.steps, max_model_len=_context(bench, ahead), dtype=dtype
+            options.python,
+            bench.folder,
+            draft_tokens=options.draft_tokens,
+            max_model_len=_context(bench, ahead),
+            dtype=dtype,
         )
         say(f"starting {started.title} without speculation")
         with serve(serving, started) as plain:
@@ -144,24 +135,24 @@ def check_engine(head: Head, asked: Engined, say: Say, *, readings: Sequence[tup
         say(f"starting {started.title} with the head")
         with serve(replace(serving, head=head.checkpoint.folder), started) as speculating:
             say(f"generating with {started.title} and the head")
-            served = _count(speculating.client, started, started.counters, bench, reference, asked)
+            served = _count(speculating.client, started, started.counters, bench, reference, options)
             unreached = speculating.unreached()
         strict, of = not head.is_quantized, WITHOUT
-        kernels = started.starter.note(asked.python) if started.starter else ""
+        kernels = started.starter.note(options.python) if started.starter else ""
     say("simulating the chain")
 
     def chain(one: Head) -> Acceptance:
-        return simulate(one, bench.model, bench.folder, bench.prompts, reference, asked.steps)
+        return simulate(one, bench.model, bench.folder, bench.prompts, reference, options.draft_tokens)
 
     expected = chain(head)
     # One token of each answer comes from its prefill, and each verify step gives one more than it accepts.
-    kept = len(bench.prompts) * (asked.new_tokens - 1) - expected.drafts if served.cut else None
+    kept = len(bench.prompts) * (options.new_tokens - 1) - expected.drafts if served.cut else None
     figures = EngineFigures(
         engine=served.engine,
-        url=asked.url or "",
+        url=options.url or "",
         prompts=len(bench.prompts),
-        new_tokens=asked.new_tokens,
-        steps=asked.steps,
+        new_tokens=options.new_tokens,
+        steps=options.draft_tokens,
         same_output=served.same,
         reference=of,
         drafts=served.drafts,
@@ -175,7 +166,7 @@ def check_engine(head: Head, asked: Engined, say: Say, *, readings: Sequence[tup
         unreached=unreached,
     )
     about: dict[str, object] = {
-        "engine": {"name": served.engine, "note": served.note, "dtype": "the server's" if asked.url else dtype}
+        "engine": {"name": served.engine, "note": served.note, "dtype": "the server's" if options.url else dtype}
         | ({"kernels": kernels} if kernels else {})
     }
     read_as = None
@@ -186,30 +177,19 @@ def check_engine(head: Head, asked: Engined, say: Say, *, readings: Sequence[tup
     return EngineFound(tuple(judge(figures, strict=strict, read_as=read_as)), figures, about)
 
 
-def _prepare(asked: Engined, say: Say) -> _Bench:
-    prompts, _ = read_held_out(asked.prompts)
-    say("loading the target")
-    folder = asked.target.fetch_model()
-    tokenizer = load_tokenizer(folder, trust_remote_code=asked.trust_remote_code)
-    ids = [row for prompt in prompts if (row := tokenizer.encode(prompt.turns[0])[: asked.prompt_tokens])]
-    if not ids:
-        raise PromptsInvalid("no prompt has any tokens", where=asked.prompts, fix="Use prompts with text.")
-    return _Bench(folder, load_target(folder, torch.float32), tokenizer, ids)
-
-
 def _context(bench: _Bench, new_tokens: int) -> int:
     return max(256, max(map(len, bench.prompts)) + new_tokens + MARGIN)
 
 
-def _reach(asked: Engined, bench: _Bench, reference: Sequence[Sequence[int]]) -> _Served:
-    server = connect(asked.url or "", None, {}, 600.0)
+def _reach(options: ValidateOptions, bench: _Bench, reference: Sequence[Sequence[int]]) -> _Served:
+    server = connect(options.url or "", None, {}, 600.0)
     found, counters = server.recognize()
-    if asked.engine and found.name != asked.engine:
+    if options.engine and found.name != options.engine:
         raise EngineFailed(
-            f"--engine is {asked.engine}, but this server is {found.name}", where=server.url, fix="Check the address."
+            f"--engine is {options.engine}, but this server is {found.name}", where=server.url, fix="Check the address."
         )
-    check_told(server, asked.steps, "chain")
-    return _count(server, found, counters, bench, reference, asked)
+    check_told(server, options.draft_tokens, "chain")
+    return _count(server, found, counters, bench, reference, options)
 
 
 def _continue(client: Client, engine: Engine, prompt: list[int], new_tokens: int) -> list[int]:
@@ -224,30 +204,30 @@ def _count(
     counters: Counters | None,
     bench: _Bench,
     reference: Sequence[Sequence[int]],
-    asked: Engined,
+    options: ValidateOptions,
 ) -> _Served:
     """Let a server continue the prompts, and count what it drafted: from each answer, or else from its counters."""
     if counters is None:
         raise EngineFailed(f"{engine.title} has no counters that kconv reads", fix="Use another engine.")
     before = client.rest(counters)
-    own = [list(row[: asked.new_tokens]) for row in reference]
-    answers = _ask(client, engine, bench.prompts, asked)
+    own = [list(row[: options.new_tokens]) for row in reference]
+    answers = _ask(client, engine, bench.prompts, options)
     if answers is not None:
         same = sum(mine == output for mine, (output, _) in zip(own, answers, strict=True))
         told = [counts for _, counts in answers if counts is not None]
         if len(told) == len(own):
             counts = Counts.pool(told)
-            check_possible(counts, asked.steps, client.url)
+            check_possible(counts, options.draft_tokens, client.url)
             return _Served(engine.name, same, *_whole(counts), note=PER_REQUEST)
     else:
-        texts = [client.complete_text(prompt, asked.new_tokens).strip() for prompt in bench.prompts]
+        texts = [client.complete_text(prompt, options.new_tokens).strip() for prompt in bench.prompts]
         decode = bench.tokenizer.inner.decode
         same = sum(
             str(decode(mine, skip_special_tokens=True)).strip() == text for mine, text in zip(own, texts, strict=True)
         )
     found = client.rest(counters).since(before, client.url)
-    counts = counters.count(found, asked.steps, len(own), len(own))
-    check_possible(counts, asked.steps, client.url)
+    counts = counters.count(found, options.draft_tokens, len(own), len(own))
+    check_possible(counts, options.draft_tokens, client.url)
     drafts, accepted, places = _whole(counts)
     # Positions are compared only if tokens are: a text may hide a token that the engine did not count.
     return _Served(
@@ -256,13 +236,13 @@ def _count(
 
 
 def _ask(
-    client: Client, engine: Engine, prompts: Sequence[list[int]], asked: Engined
+    client: Client, engine: Engine, prompts: Sequence[list[int]], options: ValidateOptions
 ) -> list[tuple[list[int], Counts | None]] | None:
     """Return each prompt's continuation with what was drafted for it; None if the server returns only text."""
     asking = engine.per_request
     if asking is None or (asking.beside and not client.page(asking.beside)):
         return None
-    return [client.continue_counted(asking, prompt, asked.new_tokens, asked.steps) for prompt in prompts]
+    return [client.continue_counted(asking, prompt, options.new_tokens, options.draft_tokens) for prompt in prompts]
 
 
 def _whole(counts: Counts) -> tuple[int, int, tuple[int, ...] | None]:

@@ -19,12 +19,14 @@ from kconv.convert.execute import execute
 from kconv.convert.plan import plan
 from kconv.convert.read import Head, read_head
 from kconv.engines import MODELOPT, TRTLLM, by_name
+from kconv.measure.held_out import encode_held_out
 from kconv.targets.forward import generate_greedy
 from kconv.targets.model import load_target
 from kconv.targets.tokenizer import load_tokenizer
 from kconv.tiny.text import read_corpus
-from kconv.validate.engines.check import Engined
+from kconv.validate.engines.check import EngineFound, check_engine
 from kconv.validate.engines.simulate import simulate
+from kconv.validate.options import PYTHON, ValidateOptions
 
 
 @pytest.fixture(scope="session")
@@ -71,9 +73,15 @@ def known(tiny_target, model, head, own):
 
 
 @pytest.fixture
-def asked(tiny_target, prompts) -> Callable[..., Engined]:
-    def asked(**how) -> Engined:
-        sizes = {"steps": STEPS, "prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS}
-        return Engined(how.pop("engine", "vllm"), Folder(tiny_target), str(prompts), **sizes | how)
+def check(tiny_target, prompts, head, monkeypatch) -> Callable[..., EngineFound]:
+    """Return a function that lets an engine serve the head, by default vLLM."""
+    monkeypatch.delenv(PYTHON, raising=False)
+    target = Folder(tiny_target)
+    held_out = encode_held_out(str(prompts), target, PROMPT_TOKENS)
 
-    return asked
+    def check(**how) -> EngineFound:
+        sizes = {"draft_tokens": STEPS, "prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS}
+        options = ValidateOptions(**{"engine": "vllm"} | sizes | how)
+        return check_engine(head, options, target, held_out, lambda _: None)
+
+    return check

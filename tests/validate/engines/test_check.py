@@ -15,7 +15,7 @@ import pytest
 from support.counting import STEPS, metrics
 
 from kconv.measure.figures import EngineFigures
-from kconv.validate.engines.check import WITHOUT, check_engine
+from kconv.validate.engines.check import WITHOUT
 from kconv.validate.engines.judge import COUNTS, OUTPUT, judge
 
 # Serves from a table of greedy continuations, in vLLM's place; with a head it counts what the table says.
@@ -88,9 +88,9 @@ def running(starts: Path) -> list[int]:
     return found
 
 
-def test_an_engine_that_does_what_the_chain_says_has_no_findings(head, play, asked, known):
+def test_an_engine_that_does_what_the_chain_says_has_no_findings(check, play, known):
     starts = play()
-    found = check_engine(head, asked(python=Path(sys.executable)), lambda _: None)
+    found = check(engine_python=sys.executable)
     _, _, expected = known
     assert found.findings == ()
     assert found.figures.reference == WITHOUT
@@ -104,9 +104,9 @@ def test_an_engine_that_does_what_the_chain_says_has_no_findings(head, play, ask
 
 
 @pytest.mark.parametrize(("how", "rule"), [({"wrong": True}, OUTPUT), ({"fewer": 1}, COUNTS)])
-def test_one_that_does_not_is_found(head, play, asked, how, rule):
+def test_one_that_does_not_is_found(check, play, how, rule):
     play(**how)
-    [finding] = check_engine(head, asked(python=Path(sys.executable)), lambda _: None).findings
+    [finding] = check(engine_python=sys.executable).findings
     assert (finding.rule, finding.severity, finding.engines) == (rule, "error", ("vllm-v1", "vllm-v2"))
 
 

@@ -7,12 +7,11 @@ import json
 import pytest
 from support.counting import NEW_TOKENS, STEPS, metrics
 
-from kconv.checkpoint.source import Folder
-from kconv.errors import CountersMissing, DefinitionsMixed, EngineFailed, PromptsInvalid
+from kconv.errors import CountersMissing, DefinitionsMixed, EngineFailed
 from kconv.measure.figures import EngineFigures
 from kconv.serving.client import ONE_TOKEN
 from kconv.targets.tokenizer import load_tokenizer
-from kconv.validate.engines.check import FORWARD, Engined, check_engine
+from kconv.validate.engines.check import FORWARD
 from kconv.validate.engines.judge import COUNTS, OUTPUT, UNREACHED, judge
 
 
@@ -67,16 +66,16 @@ def trtllm(drafted: int, accepted: int) -> str:
     )
 
 
-def test_a_vllm_that_is_reached_is_held_against_the_targets_own_forward(head, server, asked, known):
+def test_a_vllm_that_is_reached_is_held_against_the_targets_own_forward(check, server, known):
     expected = known[2]
     places = tuple(int(count) for count in expected.accepted)
     url = server("vllm", metrics(0, (0, 0, 0), base=3), metrics(expected.drafts, places, base=3))
-    found = check_engine(head, asked(url=url, engine=None), lambda _: None)
+    found = check(url=url, engine=None)
     assert found.findings == ()
     assert (found.figures.url, found.figures.reference, found.figures.same_output) == (url, FORWARD, 5)
 
 
-def test_sglang_and_tensorrt_llm_are_read_by_their_own_counters(head, server, asked, known):
+def test_sglang_and_tensorrt_llm_are_read_by_their_own_counters(check, server, known):
     expected = known[2]
     accepted = int(sum(expected.accepted))
     drafts = expected.drafts
@@ -89,7 +88,7 @@ def test_sglang_and_tensorrt_llm_are_read_by_their_own_counters(head, server, as
     assert cut < accepted
     counted = {"sglang": cut, "trtllm": accepted}
     for engine, (before, after) in pages.items():
-        found = check_engine(head, asked(url=server(engine, before, after), engine=engine), lambda _: None)
+        found = check(url=server(engine, before, after), engine=engine)
         assert found.findings == (), engine
         assert (found.figures.engine, found.figures.drafts, found.figures.accepted) == (
             engine,
@@ -101,51 +100,48 @@ def test_sglang_and_tensorrt_llm_are_read_by_their_own_counters(head, server, as
         assert found.figures.same_output == 5
 
 
-def test_a_reached_server_that_differs_is_a_warning(head, server, asked, known):
+def test_a_reached_server_that_differs_is_a_warning(check, server, known):
     """Its dtype may decide a near tie otherwise; only the user can tell."""
     expected = known[2]
     url = server("trtllm", trtllm(0, 0), trtllm(STEPS * expected.drafts, 1), wrong=True)
-    found = check_engine(head, asked(url=url, engine=None), lambda _: None)
+    found = check(url=url, engine=None)
     assert [(f.rule, f.severity, f.engines) for f in found.findings] == [
         (OUTPUT, "warning", ("trtllm",)),
         (COUNTS, "warning", ("trtllm",)),
     ]
 
 
-def test_what_cannot_be_asked_is_told(head, server, asked, known, tmp_path):
+def test_what_cannot_be_asked_is_told(check, server, known):
     with pytest.raises(EngineFailed, match="no Python environment with vLLM"):
-        check_engine(head, asked(), lambda _: None)
+        check()
     with pytest.raises(EngineFailed, match="does not answer"):
-        check_engine(head, asked(url="http://127.0.0.1:1"), lambda _: None)
+        check(url="http://127.0.0.1:1")
     url = server("trtllm", trtllm(0, 0), trtllm(3, 1))
     with pytest.raises(EngineFailed, match="--engine is sglang, but this server is trtllm"):
-        check_engine(head, asked(url=url, engine="sglang"), lambda _: None)
-    empty = tmp_path / "absent.jsonl"
-    with pytest.raises(PromptsInvalid):
-        check_engine(head, Engined("vllm", Folder(tmp_path), str(empty)), lambda _: None)
+        check(url=url, engine="sglang")
 
 
-def test_another_number_of_drafted_tokens_is_told(head, server, asked, stand_in, known):
+def test_another_number_of_drafted_tokens_is_told(check, server, stand_in, known):
     expected = known[2]
     places = (*(int(count) for count in expected.accepted), 0)
     url = server("vllm", metrics(0, (0,) * len(places)), metrics(expected.drafts, places))
     with pytest.raises(DefinitionsMixed, match=r"4 positions .* K is 3"):
-        check_engine(head, asked(url=url), lambda _: None)
+        check(url=url)
     url = server("sglang", sglang(0, 0, 0), sglang(1, 3, 1))
     stand_in.answers["/server_info"] = (200, json.dumps({"speculative_num_steps": 5}))
     with pytest.raises(DefinitionsMixed, match="drafts 5 tokens"):
-        check_engine(head, asked(url=url, engine="sglang"), lambda _: None)
+        check(url=url, engine="sglang")
 
 
-def test_a_server_that_drafts_nothing_is_told(head, server, asked):
+def test_a_server_that_drafts_nothing_is_told(check, server):
     with pytest.raises(CountersMissing, match="nothing was drafted"):
-        check_engine(head, asked(url=server("trtllm", trtllm(0, 0), trtllm(0, 0)), engine=None), lambda _: None)
+        check(url=server("trtllm", trtllm(0, 0), trtllm(0, 0)), engine=None)
     nothing = metrics(0, (0, 0, 0))
     with pytest.raises(CountersMissing, match="nothing was drafted"):
-        check_engine(head, asked(url=server("vllm", nothing, nothing)), lambda _: None)
+        check(url=server("vllm", nothing, nothing))
 
 
-def test_sglang_tells_of_each_request_what_its_counters_cut(head, server, asked, stand_in, known):
+def test_sglang_tells_of_each_request_what_its_counters_cut(check, server, stand_in, known):
     """Its histograms hold every accepted token, so they are held against the whole chain, place by place."""
     ids, own, expected = known
     places = [int(count) for count in expected.accepted]
@@ -162,7 +158,7 @@ def test_sglang_tells_of_each_request_what_its_counters_cut(head, server, asked,
         return 200, json.dumps({"output_ids": own[at][:NEW_TOKENS], "meta_info": meta})
 
     stand_in.answers["/generate"] = generate
-    found = check_engine(head, asked(url=url, engine="sglang"), lambda _: None)
+    found = check(url=url, engine="sglang")
     assert found.findings == ()
     assert found.figures.per_position == tuple(places)
     assert found.provenance["engine"]["note"] == "counted by the engine for each request"
@@ -170,7 +166,7 @@ def test_sglang_tells_of_each_request_what_its_counters_cut(head, server, asked,
     at = next(place for place, count in enumerate(histograms[-1]) if place and count)
     histograms[-1][at - 1] += 1
     histograms[-1][at] -= 1
-    [finding] = check_engine(head, asked(url=url, engine="sglang"), lambda _: None).findings
+    [finding] = check(url=url, engine="sglang").findings
     assert finding.rule == COUNTS
 
 

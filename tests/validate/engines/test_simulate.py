@@ -5,18 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.fault import write_target
 from support.good_heads import GOOD
+from support.heads import TARGET
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.source import Folder
 from kconv.convert.read import Head, read_head
 from kconv.drafters.chain import Acceptance
 from kconv.measure.figures import EngineFigures
+from kconv.measure.held_out import HeldOut
+from kconv.validate import parity
 from kconv.validate.engines import check
-from kconv.validate.engines.check import Engined, EngineFound
+from kconv.validate.engines.check import EngineFound
 from kconv.validate.engines.judge import COUNTS, judge
 from kconv.validate.engines.simulate import find_reading
-from kconv.validate.run import Checks, validate
+from kconv.validate.options import ValidateOptions
+from kconv.validate.parity import ParityFound
+from kconv.validate.run import validate
 
 FIGURES = EngineFigures(
     engine="vllm", url="", prompts=4, new_tokens=8, steps=3, same_output=4, reference="", drafts=20, accepted=14,
@@ -64,13 +70,16 @@ def test_who_serves_a_head_is_whom_it_is_checked_for(name, readings, tmp_path, m
     """So that a folder of another engine's layout is told of by a rule too, whatever the counts say."""
     asked = []
 
-    def stand_in(head: Head, engined: Engined, say, *, readings=()) -> EngineFound:
+    def stand_in(*_, readings=()) -> EngineFound:
         asked.append(list(readings))
         return EngineFound((), FIGURES, {})
 
     monkeypatch.setattr(check, "check_engine", stand_in)
-    folder = Folder(GOOD[name].write(tmp_path / "head"))
-    report = validate(folder, Checks(), engined=Engined("vllm", folder, "held-out.jsonl"), say=lambda _: None)
+    monkeypatch.setattr(parity, "measure_parity", lambda *_: ParityFound((), {}))
+    folder, target = Folder(GOOD[name].write(tmp_path / "head")), write_target(tmp_path / "target", TARGET)
+    held_out = HeldOut("held-out.jsonl", "", (), ())
+    options = ValidateOptions(engine="vllm")
+    report = validate(folder, options, target=target, prompts=held_out, say=lambda _: None)
     assert {"vllm-v1", "vllm-v2"} <= set(report.provenance["for"])
     assert asked == [readings]
     assert bool([f for f in report.findings if f.rule == "K140"]) is bool(readings)
