@@ -14,9 +14,8 @@ from torch import Tensor
 from ..checkpoint.source import Source
 from ..drafters.spec import HeadSpec
 from ..errors import CalibrationInvalid
-from ..targets.config import TargetConfig, read_target_config
 from ..targets.prompts import read_prompts
-from ..targets.states import StoredStates, open_states
+from ..targets.states import StoredStates
 from .batches import Calibration, Part, StatesBatch, check_amount, part_of
 
 # Sequences per healing step.
@@ -48,55 +47,22 @@ class CalibrationTexts:
         return Calibration(self.gather(), lm_head, self.name, self.prompts, self.parts)
 
 
-@dataclass(frozen=True)
-class TextOptions:
-    """Which texts to calibrate a head on: stored states, or prompts for the target to run over.
-
-    Attributes:
-        states: folder of stored states; None to run the target.
-        prompts: file of prompts, if there are no stored states.
-        context: tokens of the texts cut from prompts.
-        trust_remote_code: whether the target's tokenizer may run its own Python code.
-    """
-
-    states: Path | None = None
-    prompts: Path | None = None
-    context: int = 512
-    trust_remote_code: bool = False
-
-    def open(self, spec: HeadSpec, target: Source) -> CalibrationTexts:
-        """Open the texts for a head, to fit an attention on them.
-
-        Raises:
-            CalibrationInvalid: there are neither states nor prompts, or they are too few.
-            StatesInvalid, PromptsInvalid: they cannot be read, or come from another target.
-        """
-        if self.states is not None:
-            return stored_texts(self.states, spec, read_target_config(target.fetch_config()))
-        if self.prompts is None:
-            raise CalibrationInvalid("there is no text for calibration", fix="Pass --states or --prompts.")
-        return prompted_texts(self.prompts, self.context, spec, target, trust_remote_code=self.trust_remote_code)
-
-
-def stored_texts(folder: Path, spec: HeadSpec, config: TargetConfig, *, is_fitted: bool = True) -> CalibrationTexts:
-    """Open a folder that `kconv states` wrote.
+def stored_texts(states: StoredStates, spec: HeadSpec, *, is_fitted: bool = True) -> CalibrationTexts:
+    """Take the texts of a folder that `kconv states` wrote.
 
     Args:
-        folder: of the states.
+        states: the folder, opened for the head's captured layers.
         spec: the head's.
-        config: the target's.
         is_fitted: whether an attention is fitted on them, which needs more of them than scales do.
 
     Raises:
-        StatesInvalid: they cannot be read, come from another target, or lack one of the head's layers.
         CalibrationInvalid: they are too few for a fit.
     """
-    states = open_states(folder, config=config, captured=spec.captured)
     batches = StoredBatches(states)
     if is_fitted:
-        check_amount(batches.shapes, batches.parts, spec, folder.name)
+        check_amount(batches.shapes, batches.parts, spec, states.folder.name)
     digests = tuple(states.digests)
-    return CalibrationTexts(folder.name, digests, batches.parts, lambda: batches)
+    return CalibrationTexts(states.folder.name, digests, batches.parts, lambda: batches)
 
 
 def prompted_texts(

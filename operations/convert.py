@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import model_validator
 
+from ..convert.options import AttentionOptions
 from ..errors import ReadingBeaten, RequestInvalid
 from ..lines import Line, Part, Result, Styled, Table, filename, next_command
 from ..options import Name, argument, option
@@ -17,12 +18,11 @@ from .reading import Reading, check_prompts, check_trusted, refuse_existing_outp
 
 if TYPE_CHECKING:
     from ..checkpoint.manifest import Manifest
+    from ..convert.attention.swap import Kind
     from ..convert.plan import Plan
     from ..drafters.base import Spec
     from ..measure.retention import Retention
 
-Share = Annotated[float, Field(ge=0, le=1)]
-HeadDim = Annotated[Literal["auto", "192", "256"], BeforeValidator(str)]
 # Options that only an attention conversion reads.
 OF_ATTENTION = ("context", "heal", "head_dim", "min_retention", "device")
 
@@ -119,7 +119,7 @@ class ConversionPlanned(Result):
         yield "dry run: nothing was written"
 
 
-class Convert(Reading):
+class Convert(Reading, AttentionOptions):
     """Write HEAD in an engine's layout into the new folder OUT, with a kconv.json manifest.
 
     The conversion is exact unless you give --dtype or --attention: every weight keeps its bytes, and the manifest
@@ -145,22 +145,6 @@ class Convert(Reading):
     drop_shared: bool = option(False, "Omit tensors that are byte-identical to --target's.")
     dtype: Literal["bfloat16"] | None = option(None, "Cast the weights to this dtype; not exact.")
     attention: Literal["mha", "mla"] | None = option(None, "Change the attention; not exact.")
-    states: Name | None = option(None, "Output of kconv states, to fit --attention or measure.", kind="file")
-    prompts: Name | None = option(None, "Prompts (JSONL) for --target, instead of --states.", kind="file")
-    context: Annotated[int, Field(ge=16)] = option(
-        512, "Tokens per text of --prompts; as long as you serve.", metavar="N"
-    )
-    heal: Annotated[int, Field(ge=0)] | None = option(
-        None, "Healing (fine-tuning) steps; 200 by default.", metavar="STEPS"
-    )
-    head_dim: HeadDim = option("auto", "Head dim of MHA; vLLM's FlashInfer needs 256.")
-    min_retention: Share = option(
-        0.97,
-        "Smallest share of the acceptance length that may remain.",
-        metavar="SHARE",
-    )
-    device: Literal["cpu", "cuda"] = option("cpu", "Device for all but the target, which --prompts runs on the CPU.")
-    trust_remote_code: bool = option(False, "Run the tokenizer's own Python code; the target must be pinned.")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -195,7 +179,7 @@ class Convert(Reading):
             KconvError: the head or the target cannot be read.
         """
         refuse_existing_output(self.out, self.head)
-        return self._convert_attention(context) if self.attention else self._convert(context)
+        return self._convert_attention(context, self.attention) if self.attention else self._convert(context)
 
     def estimate(self, context: Context) -> Estimate:
         """Return the plan, made from headers alone; it does not estimate the work of another attention."""
@@ -242,10 +226,8 @@ class Convert(Reading):
         from ..drafters.facts import find_fact
         from .validate import Validate
 
-        names = (*Reading.model_fields, "prompts", "states", "trust_remote_code")
-        report = Validate(head=self.head, **{name: getattr(self, name) for name in names if self.given(name)}).run(
-            context
-        )
+        shared = {"head", "prompts", "states", "trust_remote_code", *Reading.model_fields}
+        report = Validate(**self.model_dump(include=shared, exclude_unset=True)).run(context)
         for finding in report.findings:
             if finding.rule == "K312":
                 raise ReadingBeaten(finding.message, where=self.head, fix=finding.fix)
@@ -284,49 +266,32 @@ class Convert(Reading):
         with context.bytes("converting", sum(step.size for step in decided.steps)) as advance:
             return Converted(self.out, execute(decided, Path(self.out), advance))
 
-    def _convert_attention(self, context: Context) -> Converted:
-        self._refuse_attention(context)
+    def _convert_attention(self, context: Context, kind: Kind) -> Converted:
+        # What names, configs and headers already show is refused before torch is loaded or a weight is downloaded.
+        from ..convert.attention.swap import check_convertible
+        from ..targets.states import open_states
+
+        request, target = self.located(context), context.source(self.target or "")
+        check_trusted(context, self.trust_remote_code, self.target)
+        if request.prompts:
+            check_prompts(Path(request.prompts))
+        spec = self.open_headers(context, self.head).spec
+        check_convertible(spec, kind)
+        states = None
+        if request.states:
+            states = open_states(Path(request.states), config=self.target_config(context), captured=spec.captured)
         import torch
 
-        from ..convert.attention.convert import HEAL_STEPS, AttentionOptions, convert_attention
+        from ..convert.attention.convert import convert_attention
         from ..engines.registry import layout_for
-        from ..measure.calibration import TextOptions
 
         if self.device == "cuda" and not torch.cuda.is_available():
             raise RequestInvalid("--device cuda: torch finds no CUDA device here", fix="Remove --device.")
-        texts = TextOptions(
-            context.path(self.states) if self.states else None,
-            context.path(self.prompts) if self.prompts else None,
-            self.context,
-            self.trust_remote_code,
-        )
-        options = AttentionOptions(
-            self.attention or "mla",
-            texts,
-            None if self.head_dim == "auto" else int(self.head_dim),
-            HEAL_STEPS if self.heal is None else self.heal,
-            self.min_retention,
-            self.device,
-        )
         head = self.open(context, self.head)
         layout = layout_for(self.to, head.drafter)
         self._compare_positions(context, head.spec)
         with context.steps("healing") as healed:
             manifest, kept = convert_attention(
-                head, layout, Path(self.out), options, context.source(self.target or ""), say=context.log,
-                progress=healed,
-            )  # fmt: skip
+                head, layout, Path(self.out), kind, request, target, states, say=context.log, progress=healed
+            )
         return Converted(self.out, manifest, kept)
-
-    def _refuse_attention(self, context: Context) -> None:
-        """Refuse what names, configs and headers already show, before torch is loaded or a weight is downloaded."""
-        from ..convert.attention.swap import check_convertible
-        from ..targets.states import open_states
-
-        check_trusted(context, self.trust_remote_code, self.target)
-        if self.prompts:
-            check_prompts(context.path(self.prompts))
-        spec = self.open_headers(context, self.head).spec
-        check_convertible(spec, self.attention or "mla")
-        if self.states:
-            open_states(context.path(self.states), config=self.target_config(context), captured=spec.captured)

@@ -12,9 +12,9 @@ from pydantic import model_validator
 
 from ..errors import InputScalesInvalid, RequestInvalid, TargetInvalid
 from ..lines import Line, Part, Result, Styled, Table, duration, next_command
-from ..options import Count, Name, argument, option
+from ..options import Count, Name, Share, argument, option
 from .base import Context, Estimate, Operation, quiet_stdout
-from .convert import Converted, Share
+from .convert import Converted
 from .reading import Reading, check_prompts, check_target, check_trusted, refuse_existing_output
 
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ...checkpoint.manifest import Manifest
 from ...checkpoint.source import Source
-from ...checkpoint.staging import refuse_existing
 from ...checkpoint.tensors import TORCH, read_tensor
 from ...drafters.fingerprint import fingerprint
 from ...drafters.forward import DraftHead
@@ -27,12 +26,14 @@ from ...drafters.spec import Gqa, HeadSpec, Mla
 from ...engines.layout import Layout
 from ...errors import TensorValue
 from ...measure.batches import Calibration, check_calibration
-from ...measure.calibration import TextOptions
+from ...measure.calibration import prompted_texts, stored_texts
 from ...measure.compare import compare
 from ...measure.retention import MIN_RETENTION, Retention, check_retention, conversion_record
+from ...targets.states import StoredStates
 from ..computed import Computed
 from ..config import refuse_unstated
 from ..execute import execute
+from ..options import AttentionOptions
 from ..plan import Change, Replaced, SourceTensor, WriteOptions, check_layout, plan
 from ..read import Head, read_weights
 from ..shared import SLOTS, find_shared, refuse_target
@@ -44,27 +45,6 @@ from .to_mla import convert_to_mla, pad_mla
 
 HEAL_STEPS = 200
 """What is kept after these, of an original with the same training, is in docs/attention.md."""
-
-
-@dataclass(frozen=True)
-class AttentionOptions:
-    """The user's options.
-
-    Attributes:
-        kind: the attention that the head gets.
-        texts: the calibration texts.
-        head_dim: of MHA, padded with zeros; None for the smallest possible.
-        heal_steps: healing steps.
-        min_retention: refuse a head that retains less of the sampled acceptance length on held-out text.
-        device: the device to compute on, as torch names it.
-    """
-
-    kind: Kind
-    texts: TextOptions
-    head_dim: int | None = None
-    heal_steps: int = HEAL_STEPS
-    min_retention: float = MIN_RETENTION
-    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -94,8 +74,10 @@ def convert_attention(
     head: Head,
     layout: Layout,
     out: Path,
+    kind: Kind,
     options: AttentionOptions,
     target: Source,
+    states: StoredStates | None,
     *,
     say: Callable[[str], None] = lambda _: None,
     progress: Progress = lambda *_: None,
@@ -106,8 +88,10 @@ def convert_attention(
         head: the head.
         layout: the layout to write.
         out: the folder to create; nothing may exist there.
-        options: the user's options.
+        kind: the attention that it gets.
+        options: how to fit it.
         target: the head's target, with its weights.
+        states: the options' states; None to run the target over the options' prompts.
         say: called with progress messages.
         progress: called after each healing step.
 
@@ -121,11 +105,15 @@ def convert_attention(
         StatesInvalid, PromptsInvalid, CalibrationInvalid: see `measure.calibration`.
         TensorValue, ConversionInaccurate, TrainingFailed: see `fit_attention`.
     """
-    refuse_existing(out)
     refuse_unstated(head.read)
     spec = head.spec
-    check_layout(replace(outline(spec, options.kind, options.head_dim), dtype=spec.dtype), layout, head.places)
-    texts = options.texts.open(spec, target)
+    head_dim = None if options.head_dim == "auto" else int(options.head_dim)
+    check_layout(replace(outline(spec, kind, head_dim), dtype=spec.dtype), layout, head.places)
+    if states is not None:
+        texts = stored_texts(states, spec)
+    else:
+        file, trusted = Path(options.prompts or ""), options.trust_remote_code
+        texts = prompted_texts(file, options.context, spec, target, trust_remote_code=trusted)
     shared = find_shared(target, SLOTS)
     refuse_target(head, layout, shared)
     weights = read_weights(head)
@@ -135,11 +123,11 @@ def convert_attention(
     calibration = texts.calibration(read_tensor(shared.lm_head).to(options.device, torch.float32))
     fitted = fit_attention(
         DraftHead(spec, moved),
-        options.kind,
+        kind,
         calibration,
         dtype=spec.dtype,
-        head_dim=options.head_dim,
-        steps=options.heal_steps,
+        head_dim=head_dim,
+        steps=HEAL_STEPS if options.heal is None else options.heal,
         min_retention=options.min_retention,
         say=say,
         progress=progress,

@@ -29,6 +29,7 @@ from ...measure.batches import Calibration
 from ...measure.calibration import stored_texts
 from ...measure.retention import MIN_RETENTION, Retention, conversion_record
 from ...targets.config import read_target_config
+from ...targets.states import open_states
 from .formats import LinearFormat, choice_of, groups_of
 from .quantize import QuantizedLinears, quantize_linears
 
@@ -68,7 +69,8 @@ def quantize_head(
     lm_head = read_tensor(shared.lm_head).float()
     check_head(head, format_)
     plan(head, head.layout, WriteOptions(shared))
-    texts = stored_texts(states, head.spec, read_target_config(target.fetch_config()), is_fitted=False)
+    config = read_target_config(target.fetch_config())
+    texts = stored_texts(open_states(states, config=config, captured=head.spec.captured), head.spec, is_fitted=False)
     weights = read_weights(head)
     weights |= {slot: read_tensor(shared.matching(slot, head.spec)) for slot in SLOTS if slot not in weights}
     calibration = texts.calibration(lm_head)
