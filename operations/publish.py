@@ -4,45 +4,29 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import model_validator
 
+from ..cards.publish.options import PublishOptions
 from ..errors import RequestInvalid
 from ..lines import Part, Result, Table
-from ..options import Count, Name, argument, option
+from ..options import Name, argument
 from .base import Context, Operation
 
 if TYPE_CHECKING:
-    from ..cards.publish.floor import Floor
-    from ..cards.publish.run import ApprovedRelease, Publication, Published
+    from ..cards.publish.run import ApprovedRelease, Published
 
 PUBLISHED = "published.json"
 REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+# Where and how to publish: what the folder's recipe may state.
+PLACE = ("tag", "private", "public", "revision", "create_pr", "expect_parent")
 # The options that define a minimum acceptance, and those only for a suite.
 ABOUT = ("suite", "draft_tokens", "min_prompts", "max_loss")
 MORE = ("target_name", "temperature")
-
-
-def _allowed(value: Any) -> Any:
-    """Read allowed checks, from a mapping or from words like P109="a reason"."""
-    if isinstance(value, Mapping):
-        found = {str(rule): str(why) for rule, why in value.items()}
-    elif not isinstance(value, (list, tuple)):
-        raise ValueError(f"{value!r} is not a list of RULE=REASON")
-    else:
-        found = {}
-        for word in value:
-            rule, equals, why = str(word).partition("=")
-            if not equals:
-                raise ValueError(f"{word!r} is not RULE=REASON")
-            found[rule.strip()] = why.strip()
-    if unsaid := [rule for rule, why in found.items() if not why]:
-        raise ValueError(f"{', '.join(unsaid)} needs a reason, which the card states")
-    return found
 
 
 @dataclass(frozen=True, repr=False)
@@ -83,7 +67,7 @@ class PublishResult(Result):
         yield f"commit {made.commit or 'not made yet'}, {'private' if made.private else 'public'}"
 
 
-class Publish(Operation):
+class Publish(Operation, PublishOptions):
     """Publish DIR, a head with its card, as the repository REPO (org/name) on the Hub.
 
     Refused unless the manifest matches, the report has no errors and belongs to these weights, the acceptance reaches
@@ -105,33 +89,6 @@ class Publish(Operation):
     OF_RELEASE = True
 
     folder: Name = argument("The folder to publish.", kind="file", metavar="DIR")
-    repo: str = argument("The repository, org/name.", kind="plain", default="")
-    tag: str = option("", "Tag for this release, set after every file was read back.")
-    private: bool = option(False, "Refuse a repository that is public.")
-    public: bool = option(False, "Make the repository public at the end.")
-    revision: str = option("", "Branch to commit to; main by default.")
-    create_pr: bool = option(False, "Open a pull request instead of moving the branch.")
-    expect_parent: str = option("", "Refuse if the branch is at another commit.", metavar="SHA")
-    report: Name | None = option(None, "report.json of kconv validate; by default DIR's own.", kind="file")
-    acceptance: tuple[Name, ...] = option((), "acceptance.json, repeatable; by default DIR's own.", kind="file")
-    facts: Name | None = option(None, "The card's facts file; by default the recipe's.", kind="file")
-    min_acceptance: Annotated[float, Field(gt=0)] | None = option(
-        None, "Minimum acceptance; by default the recipe's.", metavar="AL"
-    )
-    metric: str = option("al_incl_bonus", "Its metric.")
-    suite: str | None = option(None, "Its suite, e.g. MT-Bench, or a report's text, e.g. sampled.")
-    target_name: str | None = option(None, "Its target, as named in acceptance.json.", metavar="NAME")
-    temperature: Annotated[float, Field(ge=0)] | None = option(None, "Its temperature.", metavar="T")
-    draft_tokens: Count | None = option(None, "Its K.", metavar="K")
-    min_prompts: Count | None = option(None, "Fewest prompts.", metavar="N")
-    max_loss: Annotated[float, Field(ge=0, lt=1)] | None = option(
-        None, "Largest loss against the source, as a share.", metavar="SHARE"
-    )
-    allow: Annotated[dict[str, str], BeforeValidator(_allowed)] = option(
-        {}, "Let a check pass; repeatable.", kind="settings",
-        metavar="RULE=REASON",
-    )  # fmt: skip
-    out: Name | None = option(None, "A new folder for the record of the publication.", kind="output")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -162,36 +119,13 @@ class Publish(Operation):
     def _run(self, context: Context, *, dry_run: bool) -> PublishResult:
         from ..cards.publish.release import refuse_absent
 
-        refuse_absent(context.path(self.folder))
-        from ..cards.facts import read_facts
-        from ..cards.publish.floor import read_floor
-        from ..cards.publish.gate import Allowance, allowable
+        folder = context.path(self.folder)
+        refuse_absent(folder)
         from ..cards.publish.run import publish_folder
 
-        if unknown := set(self.allow) - allowable():
-            raise RequestInvalid(
-                f"--allow {', '.join(sorted(unknown))}: these are not checks that can be allowed",
-                fix=f"Allow one of {', '.join(sorted(allowable()))}.",
-            )
-        folder, stated = context.path(self.folder), self._floor()
-        if stated and read_floor(folder):
-            raise RequestInvalid(
-                f"the recipe in {folder} already states the minimum acceptance", fix="Remove --min-acceptance."
-            )
-        step = self if context.release else self._step(folder)
-        allowed = (step.allow if step else {}) | self.allow
+        step = None if context.release else self._step(folder)
         with context.status("publishing") as say:
-            release, made = publish_folder(
-                folder,
-                self._publication(step),
-                report=context.path(self.report) if self.report else None,
-                acceptance=[context.path(file) for file in self.acceptance],
-                facts=read_facts(context.path(self.facts)) if self.facts else None,
-                floor=stated,
-                allowances=[Allowance(rule, why) for rule, why in allowed.items()],
-                dry_run=dry_run,
-                say=say,
-            )
+            release, made = publish_folder(folder, self._with(step).located(context), dry_run=dry_run, say=say)
         done = PublishResult(release, made, dry_run)
         if self.out is not None and not dry_run:
             _write(done, Path(self.out))
@@ -209,43 +143,17 @@ class Publish(Operation):
             )
         return steps[0] if steps else None
 
-    def _publication(self, step: Publish | None) -> Publication:
-        from dataclasses import replace
+    def _with(self, step: Publish | None) -> Self:
+        """Return the request, with what it omits of where and how to publish taken from a step of the folder's recipe.
 
-        from ..cards.publish.run import MAIN, Publication
-
-        said = step or self
-        to = Publication(
-            said.repo or self.repo, said.tag, said.revision or MAIN, said.private, said.public, said.create_pr,
-            said.expect_parent,
-        )  # fmt: skip
-        own = {
-            name: value
-            for name in ("tag", "revision", "private", "public", "create_pr", "expect_parent")
-            if (value := getattr(self, name))
-        }
-        # A pull request has none of these; they apply when it is merged.
-        later = {"tag": "", "revision": MAIN, "public": False} if self.create_pr and step is not self else {}
-        return replace(to, **(later | own))
-
-    def _floor(self) -> Floor | None:
-        """Return the minimum acceptance that the options state."""
-        if self.min_acceptance is None:
-            return None
-        from pydantic import ValidationError
-
-        from ..cards.publish.floor import Floor
-        from ..checkpoint.schema import find_wrong
-
-        about = {name: getattr(self, name) for name in ABOUT + MORE if getattr(self, name) is not None}
-        renamed = {"target_name": "target", "min_prompts": "prompts"}
-        values = {renamed.get(name, name): value for name, value in about.items()}
-        try:
-            return Floor.model_validate(values | {"metric": self.metric, "at_least": self.min_acceptance})
-        except ValidationError as error:
-            raise RequestInvalid(
-                f"invalid minimum acceptance: {find_wrong(error)}", fix="See docs/release.md."
-            ) from error
+        With --create-pr, the step's tag, branch and --public wait until the pull request is merged.
+        """
+        if step is None:
+            return self
+        stated = step.model_dump(include={"repo", *PLACE})
+        later = {"tag": "", "revision": "", "public": False} if self.create_pr else {}
+        own = {name: value for name in PLACE if (value := getattr(self, name))}
+        return self.model_copy(update=stated | later | own | {"allow": step.allow | self.allow})
 
 
 def recorded_steps(folder: Path) -> list[Publish]:

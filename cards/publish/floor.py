@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from ...bench.acceptance import OVERALL, AcceptanceFile, AcceptanceRow, Metric
-from ...checkpoint.schema import MAX_YAML, check_values, parse_yaml, read_bounded
-from ...errors import RecipeInvalid
+from ...checkpoint.schema import MAX_YAML, check_values, find_wrong, parse_yaml, read_bounded
+from ...errors import RecipeInvalid, RequestInvalid
 from ...measure.figures import TextKind
 from ...strict import StrictModel
 from ...validate.report import REPORT, Report
 from ..facts import Facts
+from .options import PublishOptions
 
 # The recipe that made a folder is in it, and is published with it.
 RECIPE = "release.yaml"
@@ -79,6 +80,30 @@ class Measurement:
 
     value: float
     where: str
+
+
+def stated_floor(options: PublishOptions) -> Floor | None:
+    """Return the minimum acceptance that the options state.
+
+    Raises:
+        RequestInvalid: a part of it is missing or wrong.
+    """
+    if options.min_acceptance is None:
+        return None
+    values = {
+        "metric": options.metric,
+        "suite": options.suite,
+        "target": options.target_name,
+        "temperature": options.temperature,
+        "draft_tokens": options.draft_tokens,
+        "prompts": options.min_prompts,
+        "at_least": options.min_acceptance,
+        "max_loss": options.max_loss,
+    }
+    try:
+        return Floor.model_validate({name: value for name, value in values.items() if value is not None})
+    except ValidationError as error:
+        raise RequestInvalid(f"invalid minimum acceptance: {find_wrong(error)}", fix="See docs/release.md.") from error
 
 
 def read_floor(folder: Path) -> Floor | None:

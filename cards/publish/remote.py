@@ -33,6 +33,7 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_st
 
 from ...checkpoint.hub import LOGIN, library_faults, refuse_garbled, shaped
 from ...errors import HubMoved, HubRefused, HubUnreachable, KconvError, PublishRefused, ReadBackFailed
+from .options import MAIN
 from .release import Upload
 
 Got = TypeVar("Got")
@@ -43,7 +44,6 @@ TRANSIENT = (408, 429, 500, 502, 503, 504)
 LONGEST_WAIT = 600.0
 # The Hub's own file, which tells git which files are large.
 NOT_OURS = (".gitattributes",)
-MAIN = "main"
 
 
 @dataclass(frozen=True)

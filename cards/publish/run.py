@@ -15,39 +15,17 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from ...checkpoint.manifest import MANIFEST
-from ...errors import HubMoved, HubRefused, PublishRefused
+from ...errors import HubMoved, HubRefused, PublishRefused, RequestInvalid
 from ...validate.report import Finding
-from ..facts import Facts
-from .floor import RECIPE, Floor, read_floor, recipe_facts
+from ..facts import read_facts
+from .floor import read_floor, recipe_facts, stated_floor
 from .gate import Allowance, allowable, judge, let_pass, record_exceptions
-from .release import Candidate, Upload, digest_release, open_candidate, refuse_absent, uploads
-from .remote import MAIN, Remote, RepositoryState, differing, read_back, same, surplus, writing
+from .options import MAIN, PublishOptions
+from .release import Candidate, Upload, digest_release, open_candidate, uploads
+from .remote import Remote, RepositoryState, differing, read_back, same, surplus, writing
 
 Say = Callable[[str], None]
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx")
-
-
-@dataclass(frozen=True)
-class Publication:
-    """How to publish a folder.
-
-    Attributes:
-        repo: org/name.
-        tag: this release's tag; no tag if empty.
-        revision: the branch to commit to.
-        private: whether the repository must not be public.
-        public: whether to make it public after the read-back; unchanged if neither is set.
-        create_pr: whether to open a pull request instead of moving the branch.
-        expect_parent: the commit that the branch must be on; any if empty.
-    """
-
-    repo: str
-    tag: str = ""
-    revision: str = MAIN
-    private: bool = False
-    public: bool = False
-    create_pr: bool = False
-    expect_parent: str = ""
 
 
 @dataclass(frozen=True)
@@ -102,27 +80,14 @@ class Published:
 
 
 def publish_folder(
-    folder: Path,
-    to: Publication,
-    *,
-    report: Path | None = None,
-    acceptance: Sequence[Path] = (),
-    facts: Facts | None = None,
-    floor: Floor | None = None,
-    allowances: Sequence[Allowance] = (),
-    dry_run: bool = False,
-    say: Say = lambda _: None,
+    folder: Path, options: PublishOptions, *, dry_run: bool = False, say: Say = lambda _: None
 ) -> tuple[ApprovedRelease, Published]:
     """Check a folder and publish it, or return what publishing would do.
 
     Args:
-        folder: a head with its card and evidence.
-        to: where to publish, and how.
-        report: report.json elsewhere, or its folder; the folder's own if None.
-        acceptance: acceptance.json files elsewhere; the folder's own if empty.
-        facts: facts that no file states, for the license checks; those of the folder's recipe if None.
-        floor: the minimum acceptance; that of the folder's recipe if None.
-        allowances: checks to allow, with the reasons.
+        folder: a head with its card and evidence. Its recipe states the facts and the minimum acceptance that the
+            options do not.
+        options: where to publish, and how.
         dry_run: whether to look at the repository without changing anything.
         say: receives progress messages.
 
@@ -130,31 +95,30 @@ def publish_folder(
         The checked release, and the result.
 
     Raises:
-        PublishRefused: a check fails without an allowance, an allowance names a check that cannot be allowed, or the
-            floor
-        differs from the recipe's; also see `publish`.
+        RequestInvalid: an option names a check that cannot be allowed, or states a minimum acceptance and the recipe
+            does too.
+        PublishRefused: a check fails without an allowance; also see `publish`.
         HubMoved, HubRefused, HubUnreachable, ReadBackFailed: see `publish`.
         NotACheckpoint, ReportInvalid, AcceptanceInvalid, RecipeInvalid: a file is missing, or does not match its
         schema.
     """
-    refuse_contradictions(to)
-    if unknown := sorted({allowance.rule for allowance in allowances} - allowable()):
-        raise PublishRefused(
-            f"{unknown[0]} is not a check that can be allowed",
-            fix=f"Use one of {', '.join(sorted(allowable()))}.",
+    if unknown := set(options.allow) - allowable():
+        raise RequestInvalid(
+            f"--allow {', '.join(sorted(unknown))}: these are not checks that can be allowed",
+            fix=f"Allow one of {', '.join(sorted(allowable()))}.",
         )
-    refuse_absent(folder)
-    stated = read_floor(folder)
-    if floor and stated and floor != stated:
-        raise PublishRefused(
-            "the recipe states another minimum",
-            where=folder / RECIPE,
-            fix="Remove --min-acceptance, or change the recipe.",
+    floor, recorded = stated_floor(options), read_floor(folder)
+    if floor and recorded:
+        raise RequestInvalid(
+            f"the recipe in {folder} already states the minimum acceptance", fix="Remove --min-acceptance."
         )
+    facts = read_facts(Path(options.facts)) if options.facts else recipe_facts(folder)
+    refuse_contradictions(options)
     say("checking every byte")
-    candidate = open_candidate(folder, report, acceptance, floor or stated, facts or recipe_facts(folder))
-    release = prepare(candidate, allowances)
-    return release, (preview if dry_run else publish)(release, to, say)
+    report = Path(options.report) if options.report else None
+    candidate = open_candidate(folder, report, [Path(file) for file in options.acceptance], floor or recorded, facts)
+    release = prepare(candidate, [Allowance(rule, why) for rule, why in options.allow.items()])
+    return release, (preview if dry_run else publish)(release, options, say)
 
 
 def prepare(candidate: Candidate, allowances: Sequence[Allowance] = ()) -> ApprovedRelease:
@@ -169,13 +133,12 @@ def prepare(candidate: Candidate, allowances: Sequence[Allowance] = ()) -> Appro
     return ApprovedRelease(files, tuple(findings), tuple(passed))
 
 
-def preview(release: ApprovedRelease, to: Publication, say: Say) -> Published:
+def preview(release: ApprovedRelease, to: PublishOptions, say: Say) -> Published:
     """Return what publishing would do, after looking at the repository without changing anything.
 
     Raises:
         HubMoved, HubRefused, HubUnreachable, PublishRefused: see `publish`.
     """
-    refuse_contradictions(to)
     with writing(to.repo, say) as remote:
         seen = remote.look()
         if seen is None:
@@ -183,7 +146,7 @@ def preview(release: ApprovedRelease, to: Publication, say: Say) -> Published:
             return _published(release, to, commit="", uploaded=named, deleted=(), private=True, done=())
         if (at := _tagged(remote, seen, release, to)) is not None:
             return _published(release, to, commit=at, uploaded=(), deleted=(), private=seen.private, done=())
-        parent = seen.heads.get(to.revision, seen.heads[MAIN])
+        parent = seen.heads.get(to.branch, seen.heads[MAIN])
         listed = remote.list(parent)
         changed, gone = tuple(differing(release.files, listed)), tuple(surplus(release.files, listed))
         if changed or gone:
@@ -193,7 +156,7 @@ def preview(release: ApprovedRelease, to: Publication, say: Say) -> Published:
         return _published(release, to, commit=commit, uploaded=changed, deleted=gone, private=seen.private, done=())
 
 
-def publish(release: ApprovedRelease, to: Publication, say: Say) -> Published:
+def publish(release: ApprovedRelease, to: PublishOptions, say: Say) -> Published:
     """Publish a release that passed the checks, or resume an interrupted call.
 
     Args:
@@ -209,7 +172,6 @@ def publish(release: ApprovedRelease, to: Publication, say: Say) -> Published:
         ReadBackFailed: the Hub returns other bytes; then nothing is tagged or made public.
         HubUnreachable: there is no connection, or the Hub stays busy.
     """
-    refuse_contradictions(to)
     done: list[str] = []
     with writing(to.repo, say) as remote:
         seen = remote.look()
@@ -245,12 +207,12 @@ def publish(release: ApprovedRelease, to: Publication, say: Say) -> Published:
 
 
 def _commit(
-    remote: Remote, seen: RepositoryState, release: ApprovedRelease, to: Publication, say: Say
+    remote: Remote, seen: RepositoryState, release: ApprovedRelease, to: PublishOptions, say: Say
 ) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     """Return the commit with the files, and what it had to change."""
-    if to.revision not in seen.heads:
-        remote.create_branch(to.revision, seen.heads[MAIN])
-    parent = seen.heads.get(to.revision, seen.heads[MAIN])
+    if to.branch not in seen.heads:
+        remote.create_branch(to.branch, seen.heads[MAIN])
+    parent = seen.heads.get(to.branch, seen.heads[MAIN])
     listed = remote.list(parent)
     changed, gone = tuple(differing(release.files, listed)), tuple(surplus(release.files, listed))
     if not changed and not gone:
@@ -263,7 +225,7 @@ def _commit(
             found = remote.find_pull(release.title)
             return found if found and same(release.files, remote.list(found)) else None
         now = remote.look()
-        head = now.heads.get(to.revision) if now else None
+        head = now.heads.get(to.branch) if now else None
         return head if head and head != parent and same(release.files, remote.list(head)) else None
 
     if to.create_pr and (found := landed()):
@@ -274,7 +236,7 @@ def _commit(
         [file for file in release.files if file.name in changed],
         gone,
         title=release.title,
-        branch=to.revision,
+        branch=to.branch,
         parent=parent,
         pull=to.create_pr,
         landed=landed,
@@ -293,7 +255,7 @@ def _check_listing(remote: Remote, commit: str, release: ApprovedRelease) -> Non
         )
 
 
-def _tagged(remote: Remote, seen: RepositoryState, release: ApprovedRelease, to: Publication) -> str | None:
+def _tagged(remote: Remote, seen: RepositoryState, release: ApprovedRelease, to: PublishOptions) -> str | None:
     """Return the commit under the tag, if it exists with these files; a tag is never moved."""
     if not to.tag or to.tag not in seen.tags:
         return None
@@ -307,7 +269,7 @@ def _tagged(remote: Remote, seen: RepositoryState, release: ApprovedRelease, to:
     )
 
 
-def _tag(remote: Remote, release: ApprovedRelease, to: Publication, commit: str, say: Say) -> None:
+def _tag(remote: Remote, release: ApprovedRelease, to: PublishOptions, commit: str, say: Say) -> None:
     say(f"tagging {to.tag}")
     remote.tag(to.tag, commit, release.title)
     now = remote.look()
@@ -318,19 +280,19 @@ def _tag(remote: Remote, release: ApprovedRelease, to: Publication, commit: str,
         )  # fmt: skip
 
 
-def _published(release: ApprovedRelease, to: Publication, **found) -> Published:
+def _published(release: ApprovedRelease, to: PublishOptions, **found) -> Published:
     files = {file.name: file.sha256 for file in release.files}
-    return Published(to.repo, to.revision, to.tag, digest=release.digest, files=files, **found)
+    return Published(to.repo, to.branch, to.tag, digest=release.digest, files=files, **found)
 
 
-def refuse_contradictions(to: Publication) -> None:
+def refuse_contradictions(to: PublishOptions) -> None:
     """Raise PublishRefused for a publication that is impossible whatever the folder and the repository are."""
     if not _is_repository(to.repo):
         raise PublishRefused(
             f"{to.repo!r} is not a valid repository name",
             fix="Use org/name with letters, digits, '-', '_' and '.'; set a branch with --revision.",
         )
-    if to.create_pr and (to.tag or to.revision != MAIN or to.public):
+    if to.create_pr and (to.tag or to.branch != MAIN or to.public):
         raise PublishRefused(
             "a pull request targets the main branch, and cannot be tagged or made public before it is merged",
             fix="Remove the tag, the revision and --public; publish with the tag once it is merged.",
@@ -348,7 +310,7 @@ def _is_repository(repo: str) -> bool:
     return "/" in repo
 
 
-def refuse_public(to: Publication, seen: RepositoryState) -> None:
+def refuse_public(to: PublishOptions, seen: RepositoryState) -> None:
     """Raise PublishRefused if the repository is public and must not be."""
     if to.private and not seen.private:
         raise PublishRefused(
@@ -357,7 +319,7 @@ def refuse_public(to: Publication, seen: RepositoryState) -> None:
         )
 
 
-def refuse_replacing(to: Publication, parent: str, listed: Collection[str]) -> None:
+def refuse_replacing(to: PublishOptions, parent: str, listed: Collection[str]) -> None:
     """Raise PublishRefused if a release would replace weights that kconv did not publish.
 
     One commit holds exactly a release's files, so a mistyped repository name would replace everything in it.
@@ -376,11 +338,11 @@ def refuse_replacing(to: Publication, parent: str, listed: Collection[str]) -> N
         )
 
 
-def refuse_moved(to: Publication, parent: str) -> None:
+def refuse_moved(to: PublishOptions, parent: str) -> None:
     """Raise HubMoved if the branch is not on the expected commit."""
     if to.expect_parent and parent != to.expect_parent:
         raise HubMoved(
             f"{to.repo} is at {parent[:10]}, not at {to.expect_parent[:10]}",
-            where=to.revision,
+            where=to.branch,
             fix="Check what was committed in the meantime, then pass the new --expect-parent.",
         )

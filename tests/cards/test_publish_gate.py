@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.publishing import REPO
 from support.release_faults import (
     ALONG,
     BROKEN,
@@ -27,11 +28,12 @@ from support.releases import write_release as write_named
 
 from kconv.cards.publish.floor import Floor, read_floor
 from kconv.cards.publish.gate import CHECKS, MANIFEST_HOLDS, Allowance, judge, record_exceptions, written_for
+from kconv.cards.publish.options import PublishOptions
 from kconv.cards.publish.release import open_candidate, write_release
-from kconv.cards.publish.run import Publication, prepare, publish_folder
+from kconv.cards.publish.run import prepare, publish_folder
 from kconv.engines import by_name
 from kconv.engines.registry import writable
-from kconv.errors import KconvError, NotACheckpoint, PublishRefused, RecipeInvalid
+from kconv.errors import KconvError, NotACheckpoint, PublishRefused, RecipeInvalid, RequestInvalid
 from kconv.validate.report import Finding
 from kconv.validate.rules.head import engines_of
 
@@ -308,13 +310,13 @@ def test_a_release_folder_is_not_made_of_a_head_whose_bytes_changed(folder, tmp_
 
 
 def test_a_whole_publication_refuses_what_its_parts_refuse(folder):
-    to = Publication("org/head")
-    with pytest.raises(PublishRefused, match="P999 is not a check"):
-        publish_folder(folder, to, allowances=[Allowance("P999", "why")])
-    with pytest.raises(PublishRefused, match="another minimum"):
-        publish_folder(folder, to, floor=Floor.model_validate(FLOOR | {"at_least": 1.0}))
+    with pytest.raises(RequestInvalid, match="P999: these are not checks"):
+        publish_folder(folder, PublishOptions(repo=REPO, allow={"P999": "why"}))
+    floor = {"min_acceptance": 1.0, "suite": "sampled", "draft_tokens": 3, "min_prompts": 4, "max_loss": 0.01}
+    with pytest.raises(RequestInvalid, match="already states the minimum"):
+        publish_folder(folder, PublishOptions(repo=REPO, **floor))
     with pytest.raises(PublishRefused, match="both private and public"):
-        publish_folder(folder, Publication("org/head", private=True, public=True))
+        publish_folder(folder, PublishOptions(repo=REPO, private=True, public=True))
     (folder / "README.md").unlink()
     with pytest.raises(PublishRefused, match="P113"):
-        publish_folder(folder, to)
+        publish_folder(folder, PublishOptions(repo=REPO))

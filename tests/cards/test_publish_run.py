@@ -8,6 +8,8 @@ import pytest
 from support.publishing import REPO, TAG, dry, holds, publish, writes
 from support.releases import write_release
 
+from kconv.cards.publish.options import PublishOptions
+from kconv.cards.publish.run import publish_folder
 from kconv.errors import HubMoved, PublishRefused
 
 pytestmark = pytest.mark.usefixtures("waits")
@@ -104,7 +106,7 @@ CONTRADICTIONS = {
 @pytest.mark.parametrize("wish", CONTRADICTIONS.values(), ids=CONTRADICTIONS)
 def test_what_cannot_be_wished_is_refused_before_anything(hub, folder, wish):
     with pytest.raises(PublishRefused):
-        publish(folder, **wish)
+        publish_folder(folder, PublishOptions(**{"repo": REPO, "tag": TAG} | wish))
     assert hub.served == []
 
 

@@ -10,8 +10,9 @@ from support.releases import write_release
 
 from kconv.cards.publish import release as release_module
 from kconv.cards.publish.gate import judge
+from kconv.cards.publish.options import PublishOptions
 from kconv.cards.publish.release import PNG
-from kconv.cards.publish.run import Publication, prepare
+from kconv.cards.publish.run import prepare
 from kconv.cards.publish.run import publish as run
 from kconv.cards.publish.secrets import find_secrets
 from kconv.errors import PublishRefused
@@ -145,7 +146,7 @@ def test_what_changes_after_the_gate_is_not_uploaded(hub, folder, name, how):
         (folder / name).write_bytes(other.read_bytes())
     else:
         other.replace(folder / name)
-    run(approved, Publication(REPO, "v1"), lambda _: None)
+    run(approved, PublishOptions(repo=REPO, tag="v1"), lambda _: None)
     held = hub.repos[REPO]
     for commit in held.commits.values():
         assert not set(commit) - set(before) - {".gitattributes"}
@@ -162,7 +163,7 @@ def test_large_weights_that_change_after_the_gate_are_refused(hub, folder, monke
     data[-1] ^= 1
     (folder / "model.safetensors").write_bytes(data)
     with pytest.raises(PublishRefused, match="changed after it was checked"):
-        run(approved, Publication(REPO, "v1"), lambda _: None)
+        run(approved, PublishOptions(repo=REPO, tag="v1"), lambda _: None)
     assert bytes(data) not in [
         content for held in hub.repos.values() for c in held.commits.values() for content in c.values()
     ]

@@ -19,8 +19,9 @@ from pathlib import Path
 import pytest
 
 from kconv.cards.publish.floor import read_floor
+from kconv.cards.publish.options import PublishOptions
 from kconv.cards.publish.release import open_candidate
-from kconv.cards.publish.run import Publication, prepare, preview, publish
+from kconv.cards.publish.run import prepare, preview, publish
 from kconv.checkpoint.hub import fetch_dataset_file
 from kconv.checkpoint.source import resolve
 from kconv.errors import KconvError
@@ -139,7 +140,7 @@ def run_one(hub: Spoiled, release: Path, work: Path, seed: str) -> tuple[str, st
     hub.rng, hub.first, hub.left = rng, rng.randrange(24 if publishing else 6), rng.choice((1, 1, 2, 50))
     try:
         if candidate is not None:
-            (preview if rng.random() < 0.2 else publish)(candidate, Publication(REPO, "v1"), lambda _: None)
+            (preview if rng.random() < 0.2 else publish)(candidate, PublishOptions(repo=REPO, tag="v1"), lambda _: None)
         elif (got := rng.choice(READS)()) and any(data != files[name] for name, data in got.items()):
             return kind, "wrong", "files were taken that are not the repository's"
         how, why = "taken", ""

@@ -12,8 +12,9 @@ import traceback
 from pathlib import Path
 
 from kconv.cards.publish.floor import read_floor
+from kconv.cards.publish.options import PublishOptions
 from kconv.cards.publish.release import open_candidate
-from kconv.cards.publish.run import Publication, prepare, publish
+from kconv.cards.publish.run import prepare, publish
 from kconv.errors import KconvError
 
 
@@ -24,7 +25,7 @@ def main(folder: Path, repo: str, tag: str) -> None:
         if child == 0:
             try:
                 candidate = open_candidate(folder, None, (), read_floor(folder))
-                publish(prepare(candidate), Publication(repo, tag, public=True), lambda _: None)
+                publish(prepare(candidate), PublishOptions(repo=repo, tag=tag, public=True), lambda _: None)
             except KconvError as fault:
                 print(fault, file=sys.stderr, flush=True)
                 os._exit(1)

@@ -7,8 +7,9 @@ from pathlib import Path
 from support.hub import Hub
 
 from kconv.cards.publish.floor import read_floor
+from kconv.cards.publish.options import PublishOptions
 from kconv.cards.publish.release import open_candidate
-from kconv.cards.publish.run import Publication, Published, prepare, preview
+from kconv.cards.publish.run import Published, prepare, preview
 from kconv.cards.publish.run import publish as run
 
 TOKEN, REPO, TAG = "hf_aVerySecretTokenOfNobody", "org/head", "v1"
@@ -16,12 +17,12 @@ TOKEN, REPO, TAG = "hf_aVerySecretTokenOfNobody", "org/head", "v1"
 
 def publish(folder: Path, tag: str = TAG, **wish) -> Published:
     candidate = open_candidate(folder, None, (), read_floor(folder))
-    return run(prepare(candidate), Publication(REPO, tag, **wish), lambda _: None)
+    return run(prepare(candidate), PublishOptions(repo=REPO, tag=tag, **wish), lambda _: None)
 
 
 def dry(folder: Path, **wish) -> Published:
     candidate = open_candidate(folder, None, (), read_floor(folder))
-    return preview(prepare(candidate), Publication(REPO, TAG, **wish), lambda _: None)
+    return preview(prepare(candidate), PublishOptions(repo=REPO, tag=TAG, **wish), lambda _: None)
 
 
 def holds(hub: Hub, folder: Path, revision: str = TAG) -> bool:
