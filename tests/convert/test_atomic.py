@@ -62,11 +62,13 @@ def test_no_reader_takes_what_a_kill_leaves_beside_for_a_head(kills):
         assert left["accepted"] == [], left
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_shown_it_all_the_same_finds_nothing_or_the_whole(kills):
     seen = [what for left in kills for what in left["engines"]]
     assert set(seen) <= {"nothing", "whole"} and "nothing" in seen
 
 
+@pytest.mark.slow
 def test_kills_come_both_before_and_after_the_rename(kills):
     calls = [left for left in kills if left["kill"].startswith("call")]
     assert calls[0]["out"] is None

@@ -29,7 +29,7 @@ from support.spec_server import SpecServer
 from support.spec_server import serving as speculating
 
 from kconv.cli import main
-from kconv.targets.forward import capture, generate_greedy
+from kconv.targets.forward import run_target
 from kconv.targets.model import load_target
 from kconv.targets.suites import SUITES
 from kconv.tiny.text import read_corpus
@@ -122,13 +122,12 @@ class Server:
     def hand_out(self, body: dict) -> dict:
         ids = torch.tensor([body["prompt"]])
         layers = self.model.config.num_hidden_layers
-        captured, _ = capture(self.model, ids, [1, 3, 5, layers - 1])
-        [token] = generate_greedy(self.model, [body["prompt"]], 1)[0]
-        with torch.no_grad():
-            logits = self.model(input_ids=ids, use_cache=False).logits[0, -1]
+        ran = run_target(self.model, ids, [1, 3, 5, layers - 1])
+        logits = ran.logits[0, -1]
+        token = int(logits.argmax())
         self.written += 1
         file = self.shared / f"{self.written}.safetensors"
-        states = captured[0].unflatten(1, (4, -1)).contiguous()
+        states = ran.captured[0].unflatten(1, (4, -1)).contiguous()
         save_file({"token_ids": ids[0], "hidden_states": states}, file)
         file.with_name(f"{file.name}.lock").touch()
         choice = {"token_ids": [token], "logprobs": {"token_logprobs": [float(logits.log_softmax(-1)[token])]}}
