@@ -270,7 +270,7 @@ def describe_method(*rows: AcceptanceRow) -> str:
         else f"revisions: {', '.join(map(' '.join, revisions))}",
     }
     # Details of another part have no words of their own.
-    stated = [str(part) for name, part in parts.items() if part]
+    stated = [str(part) for part in parts.values() if part]
     unsaid = [name for name, part in parts.items() if part is None and name not in MAY_BE_UNSAID]
     said = "; ".join([METRICS[row.metric], *stated])
     return said + (f"; {NOT_STATED}: {', '.join(unsaid)}" if unsaid else "")

@@ -12,7 +12,7 @@ import hashlib
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -109,7 +109,7 @@ def stream(info: TensorInfo, chunk: int = CHUNK) -> Iterator[memoryview]:
 
 
 @contextmanager
-def _readable(file: Path) -> Iterator[None]:
+def _readable(file: Path) -> Generator[None]:
     try:
         yield
     except OSError as fault:

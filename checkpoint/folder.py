@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import ConfigInvalid, CorruptIndex, NotACheckpoint
 from .header import IMPOSTORS, MAX_HEADER_BYTES, TensorInfo, read_header
 from .pickles import PICKLE, read_pickle_header
-from .schema import parse_object, read_bounded
+from .schema import Json, parse_object, read_bounded
 from .staging import is_partial
 
 INDEX = "model.safetensors.index.json"
@@ -227,7 +227,7 @@ def _from_index(
     folder: Path, names: set[str], held_by_index: Mapping[str, Any], read: ReadHeader
 ) -> dict[str, TensorInfo]:
     index = folder / INDEX
-    weight_map = held_by_index.get("weight_map")
+    weight_map: Json = held_by_index.get("weight_map")
     if not isinstance(weight_map, dict) or not {str}.issuperset(map(type, weight_map.values())):
         raise CorruptIndex("the index has no weight_map of file names", where=index, fix="Export it again.")
     headers: dict[str, dict[str, TensorInfo]] = {}
@@ -305,7 +305,7 @@ def locate(
     wanted, files = set(wanted), set(files)
     shards = {name for name in files if name.endswith(".safetensors")}
     if INDEX in files:
-        placed = read_json(fetch(INDEX)).get("weight_map")
+        placed: Json = read_json(fetch(INDEX)).get("weight_map")
         if not isinstance(placed, dict) or not all(isinstance(name, str) for name in placed.values()):
             raise CorruptIndex("the index has no weight_map of file names", where=INDEX, fix="Fetch it again.")
         named = {placed[name] for name in wanted & placed.keys()}

@@ -12,10 +12,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from math import ceil
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast
 
 from ..errors import QuantizedWeightInvalid, SourceFormatUnknown
 from .header import TensorInfo
+from .schema import Json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -459,7 +460,7 @@ class Int4(StoredFormat):
         return self.shape(parts)[1] // parts[self.scale].shape[1]
 
     def check_values(self, parts: Mapping[str, TensorInfo], whole: Mapping[str, Tensor]) -> None:
-        stated, shape = tuple(whole[self.extent].flatten().tolist()), self.shape(parts)
+        stated, shape = tuple(cast(list[int], whole[self.extent].flatten().tolist())), self.shape(parts)
         if stated != shape:
             raise QuantizedWeightInvalid(
                 f"{parts[self.extent].name} says {list(stated)}, but the packed values are {list(shape)}",
@@ -492,12 +493,13 @@ class Int4(StoredFormat):
                 fix="kconv reads pack-quantized symmetric INT4 in groups, as used by Kimi-K2-Thinking, K2.5 and K2.6.",
             )
 
-        groups = block.get("config_groups")
+        groups: Json = block.get("config_groups")
         if not isinstance(groups, dict) or not groups:
             raise unknown("its config_groups are missing")
         sizes: dict[int, None] = {}
+        group: Json
         for name, group in groups.items():
-            weights = group.get("weights") if isinstance(group, dict) else None
+            weights: Json = group.get("weights") if isinstance(group, dict) else None
             if not isinstance(weights, dict):
                 raise unknown(f"{name} has no weights")
             for key, allowed in cls.demands.items():

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from ..errors import CorruptHeader, NotACheckpoint
-from .schema import MAX_DIGITS, MAX_JSON_VALUES, parse_object, refuse_many
+from .schema import MAX_DIGITS, MAX_JSON_VALUES, Json, parse_object, refuse_many
 
 # https://github.com/huggingface/safetensors/blob/v0.6.2/safetensors/src/tensor.rs#L12
 MAX_HEADER_BYTES = 100_000_000
@@ -173,12 +173,12 @@ def _exactly(stream: Readable, count: int, file: Path) -> bytes:
     return data
 
 
-def _parse(file: Path, text: bytes) -> dict[str, object]:
+def _parse(file: Path, text: bytes) -> dict[str, Json]:
     try:
         header = parse_object(text)
     except ValueError as fault:
         raise _corrupt(file, f"its header cannot be read: {fault}") from fault
-    metadata = header.pop("__metadata__", {})
+    metadata: Json = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _corrupt(file, "its __metadata__ is not a map of strings")
     return header
@@ -224,11 +224,11 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _check(file: Path, header: dict[str, object], *, data_begin: int, data_size: int) -> dict[str, TensorInfo]:
+def _check(file: Path, header: dict[str, Json], *, data_begin: int, data_size: int) -> dict[str, TensorInfo]:
     infos: dict[str, TensorInfo] = {}
     for name, entry in header.items():
         match entry:
-            case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [begin, end]}:
+            case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]}:
                 pass
             case _:
                 raise _corrupt(file, f"the entry of {name!r} lacks dtype, shape or data_offsets")

@@ -13,10 +13,11 @@ import fnmatch
 import functools
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 from huggingface_hub import (
@@ -24,10 +25,10 @@ from huggingface_hub import (
     constants,
     get_session,
     get_token,
-    hf_hub_download,
+    hf_hub_download,  # pyright: ignore[reportUnknownVariableType]
     hf_hub_url,
     is_offline_mode,
-    snapshot_download,
+    snapshot_download,  # pyright: ignore[reportUnknownVariableType]
     try_to_load_from_cache,
 )
 from huggingface_hub.errors import (
@@ -43,7 +44,12 @@ from huggingface_hub.errors import (
     RevisionResolutionError,
 )
 from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff, httpx
+from huggingface_hub.utils import (
+    build_hf_headers,  # pyright: ignore[reportUnknownVariableType]
+    hf_raise_for_status,
+    http_stream_backoff,  # pyright: ignore[reportUnknownVariableType]
+    httpx,
+)
 
 from ..errors import DownloadDamaged, HubRefused, HubUnreachable, KconvError, NotACheckpoint, OutputFailed
 from .bytes import Entry, file_digest, stream, write_safetensors
@@ -283,7 +289,8 @@ class HubRepo:
         """Return the sizes in bytes of the files in the repository's root, by name."""
         with named(self.repo, self.commit):
             tree = HfApi().list_repo_tree(self.repo, revision=self.commit)
-            sizes = {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
+            # What a server may answer, whatever the library's types say.
+            sizes: dict[Any, Any] = {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
             if not all(isinstance(size, int) and isinstance(path, str) for path, size in sizes.items()):
                 raise ValueError("the listing has no names or sizes")
             return sizes
@@ -459,7 +466,7 @@ LOGIN = "hf auth login"
 @contextmanager
 def library_faults(
     repo: str, revision: str | None, file: str = "config.json", *, dataset: bool = False
-) -> Iterator[None]:
+) -> Generator[None]:
     """Turn huggingface_hub's exceptions inside this context into kconv's errors.
 
     Args:
@@ -481,7 +488,7 @@ def library_faults(
 
 
 @contextmanager
-def named(repo: str, revision: str | None, file: str = "config.json", *, dataset: bool = False) -> Iterator[None]:
+def named(repo: str, revision: str | None, file: str = "config.json", *, dataset: bool = False) -> Generator[None]:
     """Like `library_faults`, but also treat exceptions over an answer's shape as the server's error.
 
     Only for calls into the library: it would hide such exceptions in kconv's own code.
@@ -491,7 +498,7 @@ def named(repo: str, revision: str | None, file: str = "config.json", *, dataset
 
 
 @contextmanager
-def shaped() -> Iterator[None]:
+def shaped() -> Generator[None]:
     """Raise ValueError if the library fails on an answer of an unexpected shape."""
     try:
         yield
@@ -574,11 +581,12 @@ def _name(fault: Exception, repo: str, revision: str | None, file: str, dataset:
                 where=page,
                 fix="Check HF_ENDPOINT, and whether the network needs its own login.",
             )
-    return HubUnreachable(
-        f"the connection to the Hub failed: {IN_WORDS.get(type(cause).__name__, type(cause).__name__)}",
-        where=page,
-        fix="Check the network, HTTPS_PROXY and HF_ENDPOINT; HF_HUB_OFFLINE=1 reads only the local cache.",
-    )
+        case _:
+            return HubUnreachable(
+                f"the connection to the Hub failed: {IN_WORDS.get(type(cause).__name__, type(cause).__name__)}",
+                where=page,
+                fix="Check the network, HTTPS_PROXY and HF_ENDPOINT; HF_HUB_OFFLINE=1 reads only the local cache.",
+            )
 
 
 def _unseen(repo: str, page: str) -> KconvError:

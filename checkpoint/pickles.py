@@ -83,14 +83,25 @@ class Stored(NamedTuple):
     stride: tuple[int, ...]
 
 
+# What a pickle may hold.
+Pickled = dict[Any, Any] | list[Any] | tuple[Any, ...] | Storage | Stored | str | float | None
+
+
 def _tensor_v2(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> Stored:
     return _tensor_v3(storage, offset, shape, stride, None, None, storage.dtype)
 
 
-def _tensor_v3(storage: Any, offset: Any, shape: Any, stride: Any, _: Any, __: Any, dtype: Any) -> Stored:
-    named = isinstance(storage, Storage) and isinstance(dtype, str)
-    shaped = isinstance(shape, tuple) and isinstance(stride, tuple) and len(shape) == len(stride) <= MAX_DIMS
-    if not (named and shaped and all(type(one) is int and 0 <= one < 2**63 for one in (offset, *shape, *stride))):
+def _tensor_v3(
+    storage: Pickled, offset: Any, shape: Pickled, stride: Pickled, _: Any, __: Any, dtype: Pickled
+) -> Stored:
+    if not (
+        isinstance(storage, Storage)
+        and isinstance(dtype, str)
+        and isinstance(shape, tuple)
+        and isinstance(stride, tuple)
+        and len(shape) == len(stride) <= MAX_DIMS
+        and all(type(one) is int and 0 <= one < 2**63 for one in (offset, *shape, *stride))
+    ):
         raise Refused("it describes a tensor by something other than numbers")
     return Stored(storage, dtype, offset, shape, stride)
 
@@ -125,7 +136,7 @@ def read_pickle_header(file: Path) -> dict[str, TensorInfo]:
         NotACheckpoint: it is not a torch.save archive, or holds something other than tensors by name.
         CorruptHeader: its archive is compressed, or its tensors are not where it says.
     """
-    loaded = read_pickle(file)
+    loaded: Pickled = read_pickle(file)
     if not isinstance(loaded, dict):
         raise NotACheckpoint(
             f"{file.name} holds a {type(loaded).__name__} instead of named tensors",
@@ -236,7 +247,7 @@ def _follow(data: bytes, find: Callable[[str], tuple[int, int]]) -> Any:
     raise ValueError("the pickle has no end")
 
 
-def _fill(into: Any, items: list[Any]) -> None:
+def _fill(into: Pickled, items: list[Any]) -> None:
     if isinstance(into, list):
         into += items
         return

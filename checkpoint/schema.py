@@ -13,12 +13,12 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, cast, get_args
 
 from ..errors import KconvError
 
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
 
     Model = TypeVar("Model", bound=BaseModel)
+
+# A value of a JSON text.
+Json = dict[str, Any] | list[Any] | str | float | bool | None
 
 # The digits of the largest 64-bit count, and a sign.
 MAX_DIGITS = 21
@@ -140,7 +143,7 @@ def parse_yaml(text: str | bytes, error: type[KconvError], *, where: object, wha
 
     try:
         depth = 0
-        for event in yaml.parse(text, yaml.SafeLoader):
+        for event in cast(Iterator[yaml.Event], yaml.parse(text, yaml.SafeLoader)):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > MAX_DEPTH:
                 raise ValueError("it is nested too deeply")
@@ -166,7 +169,7 @@ def _refuse_twice(node: Any) -> None:
     """Raise _Twice for a mapping with a key twice: PyYAML keeps the last one and drops the first without a word."""
     import yaml
 
-    left, seen = [node], set()
+    left, seen = [node], set[int]()
     while left:
         node = left.pop()
         # Nested aliases name a node more often than there is time for.
@@ -174,7 +177,7 @@ def _refuse_twice(node: Any) -> None:
             continue
         seen.add(id(node))
         if isinstance(node, yaml.MappingNode):
-            keys = set()
+            keys = set[tuple[str, str]]()
             for key, value in node.value:
                 # A key that is a list, or << with its meaning of its own, is left to the constructor.
                 if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
@@ -207,7 +210,8 @@ def _no_yaml(text: str | bytes, fault: Exception) -> tuple[str, int | None]:
         return "it is nested too deeply", None
     # A value that does not fit its own type, e.g. the date 2026-13-45.
     with suppress(Exception):
-        left, seen, one_by_one = [yaml.compose(text, yaml.SafeLoader)], set(), yaml.SafeLoader("")
+        left: list[Any] = [yaml.compose(text, yaml.SafeLoader)]
+        seen, one_by_one = set[int](), yaml.SafeLoader("")
         while left:
             node = left.pop()
             # Nested aliases name a node more often than there is time for.
@@ -236,7 +240,7 @@ def line_of(text: str | bytes, place: Sequence[str | int]) -> int | None:
     """Return the line of a YAML text with a key, or with its nearest parent that exists; None without a text."""
     import yaml
 
-    node = yaml.compose(text, yaml.SafeLoader) if text else None
+    node = cast(Any, yaml.compose(text, yaml.SafeLoader)) if text else None
     line = None
     for part in place:
         if isinstance(node, yaml.MappingNode):
@@ -287,7 +291,7 @@ def read_bounded(
 @contextmanager
 def _opened(
     file: Path, error: type[KconvError], large: type[KconvError], limit: int, fix: str
-) -> Iterator[tuple[BinaryIO, int]]:
+) -> Generator[tuple[BinaryIO, int]]:
     """Hold a regular file open, and yield it with its size."""
     # Nonblocking, since the other end of a pipe may never come; checked once open, since the name may point to another
     # file by then.
@@ -413,7 +417,7 @@ def parse_object(text: bytes) -> dict[str, Any]:
     """
     refuse_many(text, MAX_JSON_VALUES)
     try:
-        value = json.loads(
+        value: Json = json.loads(
             text.decode(), object_pairs_hook=_unique, parse_int=_whole, parse_float=_finite, parse_constant=_finite
         )
         _refuse_halves(text, value)
@@ -536,7 +540,7 @@ def _count(values: Any) -> None:
     """Raise ValueError for values that contain themselves or half a surrogate pair, or expand to too many."""
     left, count = [values], 0
     while left:
-        value = left.pop()
+        value: dict[Any, Any] | list[Any] | tuple[Any, ...] | set[Any] | str | float | None = left.pop()
         count += 1
         if count > MAX_VALUES:
             raise ValueError(f"it holds more than {MAX_VALUES:,} values")

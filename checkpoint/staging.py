@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -55,7 +55,7 @@ def _clear_finished(out: Path) -> None:
 
 
 @contextmanager
-def staged(out: Path) -> Iterator[Path]:
+def staged(out: Path) -> Generator[Path]:
     """Yield a temporary sibling of `out` to write in; on success, flush and rename it.
 
     After a kill at any moment `out` is absent or whole. An exception removes the sibling; the next run removes the
@@ -228,7 +228,7 @@ def _failed(out: Path, fault: OSError) -> OutputFailed:
 
 
 @contextmanager
-def alone(path: Path, busy: KconvError) -> Iterator[None]:
+def alone(path: Path, busy: KconvError) -> Generator[None]:
     """Lock a folder or file that outlives a run; on a disk without locks it stays unlocked.
 
     Raises:
@@ -297,7 +297,7 @@ def publish(place: Path, out: Path) -> None:
 
 
 @contextmanager
-def writing(out: Path) -> Iterator[None]:
+def writing(out: Path) -> Generator[None]:
     """Turn OS errors while writing `out` into OutputFailed."""
     try:
         yield
@@ -306,7 +306,7 @@ def writing(out: Path) -> Iterator[None]:
 
 
 @contextmanager
-def heed_sigterm() -> Iterator[None]:
+def heed_sigterm() -> Generator[None]:
     """Let SIGTERM end this process as Ctrl-C does, so that cleanup runs; by default it just dies."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -84,7 +84,8 @@ class Scan:
         self._largest = -1
         self._columns = shape[1] if len(shape) == 2 else 0
         # For the current row: how many values are left, and the largest magnitude so far.
-        self._left, self._row = self._columns, 0
+        self._left: int = self._columns
+        self._row = 0
         self._zero_rows = 0
 
     def update(self, chunk: bytes | memoryview) -> None:

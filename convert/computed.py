@@ -52,9 +52,11 @@ def chosen_rows(matrix: TensorInfo, ids: Tensor, reason: str) -> Computed:
     """Return the rows `ids` of a stored matrix, in this order."""
 
     def blocks() -> Iterator[Tensor]:
+        import torch
+
         from ..checkpoint.tensors import ROWS, read_rows
 
-        return (read_rows(matrix, some) for some in ids.split(ROWS))
+        return (read_rows(matrix, some) for some in torch.split(ids, ROWS))
 
     return Computed(matrix.dtype, (len(ids), matrix.shape[1]), reason, blocks)
 
@@ -68,7 +70,7 @@ def spread_rows(matrix: TensorInfo, ids: Tensor, vocab: int, filler: Tensor, rea
         from ..checkpoint.tensors import ROWS, read_rows
 
         row_of = torch.full((vocab,), -1).index_copy(0, ids, torch.arange(len(ids)))
-        for rows in row_of.split(ROWS):
+        for rows in torch.split(row_of, ROWS):
             block = filler.repeat(len(rows), 1)
             trained = rows >= 0
             block[trained] = read_rows(matrix, rows[trained])

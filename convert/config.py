@@ -10,6 +10,7 @@ from typing import Any
 from ..checkpoint.formats import CONFIG_KEY
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.manifest import Hints, Unverified
+from ..checkpoint.schema import Json
 from ..drafters.base import Drafter, Spec
 from ..drafters.captured import Captured
 from ..drafters.contract import Problems
@@ -48,7 +49,7 @@ class ReadConfig:
 
     spec: Any
     captured: Captured
-    carried: Mapping[str, Any] = field(default_factory=dict)
+    carried: Mapping[str, Any] = field(default_factory=dict[str, Any])
     dropped: tuple[str, ...] = ()
     unstated: tuple[str, ...] = ()
     unverified: tuple[Unverified, ...] = ()
@@ -155,7 +156,7 @@ def find_config(
         **{name: value for name, value in values.items() if "." not in name and name != "lm_head_rows"},
     )
     _check_dims(spec, problems)
-    inner = config.get(drafter.nested)
+    inner: Json = config.get(drafter.nested)
     stated = {k: v for k, v in config.items() if k != drafter.nested}
     stated |= {f"{drafter.nested}.{k}": v for k, v in inner.items()} if isinstance(inner, Mapping) else {}
     known = {name for key in own for name in key.names + key.also} | drafter.elsewhere | drafter.fixed.keys()
@@ -269,7 +270,7 @@ def _words(drafter: Drafter, keys: Mapping[str, Any], table: ConfigTable, hints:
         table: how the layout's config differs.
         hints: the user's options.
     """
-    found = []
+    found: list[Unverified] = []
     for fact in drafter.facts.values():
         if fact.stated is None or fact.stated(keys):
             continue
@@ -311,7 +312,7 @@ def _own_depth(config: Mapping[str, Any], tensors: Iterable[str], hints: Hints, 
 
 
 def _flatten(config: Mapping[str, Any], nested: str, problems: Problems) -> dict[str, Any]:
-    inner = config.get(nested)
+    inner: Json = config.get(nested)
     if not isinstance(inner, Mapping):
         what = f"{nested} is {inner!r}, not an object"
         problems.add(ConfigInvalid, what, in_config(nested), "Export the head again.")

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.schema import parse_yaml, read_text
+from ..checkpoint.schema import Json, parse_yaml, read_text
 from ..checkpoint.source import Source
 from ..drafters.base import Config, Kind, Names
 from ..drafters.captured import TARGET
@@ -67,11 +67,11 @@ def named_targets(source: Source, config: Config) -> tuple[str, ...]:
         source: the head.
         config: its config.json.
     """
-    models = []
+    models: list[Any] = []
     with suppress(KconvError):
         models = _base_models(source.fetch_readme())
-    speculators = config.get("speculators_config")
-    verifier = speculators.get("verifier") if isinstance(speculators, Mapping) else None
+    speculators: Json = config.get("speculators_config")
+    verifier: Json = speculators.get("verifier") if isinstance(speculators, Mapping) else None
     names = [verifier.get("name_or_path")] if isinstance(verifier, Mapping) else []
     found = (*names, config.get("target_model_name_or_path"), *models)
     return tuple(dict.fromkeys(name for name in found if isinstance(name, str) and REPO.fullmatch(name)))
@@ -97,8 +97,10 @@ def _base_models(folder: Path) -> list[Any]:
     try:
         text = read_text(readme, NotACheckpoint, limit=README_BYTES, fix="")
         found = FRONT_MATTER.search(text)
-        matter = parse_yaml(found[1], NotACheckpoint, where=readme, what="front matter", fix="") if found else None
+        matter: Json = None
+        if found:
+            matter = parse_yaml(found[1], NotACheckpoint, where=readme, what="front matter", fix="")
     except NotACheckpoint:
         return []
-    named = matter.get("base_model") if isinstance(matter, Mapping) else None
+    named: Json = matter.get("base_model") if isinstance(matter, Mapping) else None
     return named if isinstance(named, list) else [named]

@@ -123,9 +123,9 @@ class Change:
     """
 
     spec: Any
-    replaced: Mapping[str, Replaced] = field(default_factory=dict)
-    config: Mapping[str, Any] = field(default_factory=dict)
-    dropped: Mapping[str, str] = field(default_factory=dict)
+    replaced: Mapping[str, Replaced] = field(default_factory=dict[str, Replaced])
+    config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    dropped: Mapping[str, str] = field(default_factory=dict[str, str])
     conversion: ConversionRecord | None = None
 
 

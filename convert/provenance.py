@@ -10,6 +10,7 @@ from typing import Any
 
 from ..checkpoint.manifest import MANIFEST, ConversionRecord, Manifest, Parameters, TensorRecord, read_manifest
 from ..checkpoint.source import Source
+from ..drafters.base import Spec
 from ..drafters.slots import needs
 from ..errors import KconvError, ManifestMismatch
 from .plan import Plan, Step
@@ -92,7 +93,8 @@ class Origin:
     @property
     def overruled(self) -> list[str]:
         """The fields of the spec that the user's options changed from what the head's own files say."""
-        return [name for name, value in vars(self.alone.spec).items() if getattr(self.recorded.spec, name) != value]
+        alone: Spec = self.alone.spec
+        return [name for name, value in vars(alone).items() if getattr(self.recorded.spec, name) != value]
 
 
 def made_from(output: Source) -> Manifest | None:

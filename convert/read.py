@@ -15,7 +15,7 @@ from ..checkpoint.manifest import Hints
 from ..drafters.base import Drafter, Kind, Spec
 from ..drafters.captured import Captured
 from ..drafters.contract import FLOATS, Problems, check_d2t, compare, problem_of, summarize
-from ..drafters.facts import Undecided, find_undecided
+from ..drafters.facts import Fact, Undecided, find_undecided
 from ..drafters.slots import INTEGER, needs
 from ..engines import detect
 from ..engines.layout import Layout, Stored, ignorable, readable, unclaimed
@@ -62,8 +62,8 @@ class Head:
     layout: Layout
     read: ReadConfig
     places: Mapping[str, tuple[Stored, TensorInfo]]
-    twins: Mapping[str, Stored] = field(default_factory=dict)
-    ignored: Mapping[str, str] = field(default_factory=dict)
+    twins: Mapping[str, Stored] = field(default_factory=dict[str, Stored])
+    ignored: Mapping[str, str] = field(default_factory=dict[str, str])
     hints: Hints = field(default_factory=Hints)
 
     @property
@@ -111,18 +111,18 @@ class HeadReading:
     hints: Hints
     problems: tuple[Problem, ...]
     layout: Layout | None = None
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict[str, Any])
     read: ReadConfig | None = None
     captured: Captured | None = None
     head: Head | None = None
-    rows: Mapping[str, Stored] = field(default_factory=dict)
+    rows: Mapping[str, Stored] = field(default_factory=dict[str, Stored])
     misfits: tuple[Problem, ...] = ()
     kind: Kind | None = None
 
     @property
     def undecided(self) -> tuple[Undecided, ...]:
         """The facts that the head's files leave open."""
-        facts = self.layout.drafter.facts if self.layout else {}
+        facts: Mapping[str, Fact] = self.layout.drafter.facts if self.layout else {}
         return find_undecided(facts, self.problems, self.config, self.hints, self.checkpoint.tensors)
 
     @property
@@ -172,7 +172,8 @@ def read(
     if layout is None:
         with problems.catching():
             layout = detect(checkpoint.config, tensors)
-    if layout is None:
+    # The checker does not know that `catching` ends the block above.
+    if layout is None:  # pyright: ignore[reportUnnecessaryComparison]
         return HeadReading(checkpoint, hints, tuple(problems), config=checkpoint.config, kind=kind)
     dtype = FLOATS[0]
     with problems.catching():

@@ -55,7 +55,7 @@ class SharedTensors:
     model_type: str = ""
     architecture: str = ""
     config: Mapping[str, Any] | None = None
-    absent: Mapping[str, KconvError] = field(default_factory=dict)
+    absent: Mapping[str, KconvError] = field(default_factory=dict[str, KconvError])
 
     def find(self, slot: str) -> TensorInfo | None:
         """Return the target's tensor for a slot; None if it has none.
@@ -266,7 +266,7 @@ def _count_equal(lm_head: TensorInfo, reference: TensorInfo, ids: Tensor) -> int
     from ..checkpoint.tensors import ROWS, read_rows
 
     equal = 0
-    for own in torch.arange(len(ids)).split(ROWS):
+    for own in torch.split(torch.arange(len(ids)), ROWS):
         own = own[(ids[own] >= 0) & (ids[own] < reference.shape[0])]
         rows = read_rows(lm_head, own)
         equal += int((rows == read_rows(reference, ids[own]).to(rows.dtype)).all(dim=1).sum())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from ..drafters.eagle3 import refuse_others
 from ..drafters.filler import LEAN, Filler, make_filler, measure_margin, random_states
 from ..drafters.keys import LEAST_POSITIONS
 from ..drafters.slots import INTEGER
-from ..drafters.spec import HeadSpec
+from ..drafters.spec import HeadSpec, Tokens
 from ..drafters.vocab import (
     ABSOLUTE,
     EITHER,
@@ -145,9 +145,9 @@ def examine(
         faults += _judge_map(spec, d2t, kind, reading, stored_name(layout, "d2t"))
     if copies is not None and kind != ABSOLUTE and copies.by_id > copies.by_offset:
         faults.append(_wrong_rows(copies, stored_name(layout, "lm_head")))
-    ids = reading.ids[(reading.ids >= 0) & (reading.ids < spec.vocab)].unique()
+    ids = cast(Tensor, reading.ids[(reading.ids >= 0) & (reading.ids < spec.vocab)].unique())
     names = name_specials(spec, specials or {})
-    kept = names.keys() & set(ids.tolist())
+    kept = names.keys() & set(cast(list[int], ids.tolist()))
     return VocabReport(
         kind=kind,
         order=reading.order if d2t is not None else "",
@@ -179,10 +179,14 @@ def _read_spec(checkpoint: Checkpoint, layout: Layout) -> HeadSpec:
     before = checkpoint.config.get("norm_before_residual")
     undecided = None if before is not None else False
     hints = Hints(captured=captured, max_positions=LEAST_POSITIONS, norm_before_residual=undecided)
-    dtype = weight_dtype(checkpoint)
-    config = without_lists(checkpoint.config)
-    about = {"drafter": layout.drafter, "dtype": dtype, "hints": hints, "table": layout.config}
-    return read_config(config, checkpoint.tensors, **about).spec
+    return read_config(
+        without_lists(checkpoint.config),
+        checkpoint.tensors,
+        drafter=layout.drafter,
+        dtype=weight_dtype(checkpoint),
+        hints=hints,
+        table=layout.config,
+    ).spec
 
 
 def _compare(checkpoint: Checkpoint, layout: Layout, spec: HeadSpec) -> list[Problem]:
@@ -255,7 +259,7 @@ def _say_t2d(info: TensorInfo | None, t2d: Tensor | None, reading: Reading) -> s
 
 
 def _warn(kind: str, lost: list[str]) -> tuple[str, ...]:
-    warnings = []
+    warnings: list[str] = []
     if kind == IDENTITY:
         warnings.append("each row stands for the token of its own number: such a map was usually never filled")
     if kind == EITHER:
@@ -502,7 +506,7 @@ def _choose_filler(head: Head, lm_head: TensorInfo, ids: Tensor) -> tuple[Filler
 
 def _find_unlikely(head: Head, ids: Tensor) -> int | None:
     """Return the row of the padding or of the start-of-text token, which never continue a text; None without one."""
-    tokens = head.spec.tokens
+    tokens: Tokens = head.spec.tokens
     ends = tokens.eos if isinstance(tokens.eos, tuple) else (tokens.eos,)
     rows = [row for token in (tokens.pad, tokens.bos) if token not in (None, *ends) for row in (ids == token).nonzero()]
     return int(rows[0]) if rows else None

@@ -92,7 +92,7 @@ def project_gqa(
     def heads_of(name: str, count: int) -> Tensor:
         slot = f"{layer}.{name}"
         projected = F.linear(x, weights[slot], weights.get(f"{slot}.bias"))
-        return projected.unflatten(-1, (count, gqa.head_dim)).transpose(1, 2)
+        return torch.unflatten(projected, -1, (count, gqa.head_dim)).transpose(1, 2)
 
     query, key = heads_of("q_proj", gqa.heads), heads_of("k_proj", gqa.kv_heads)
     if f"{layer}.q_norm" in weights:
@@ -117,14 +117,14 @@ def project_mla(
     """
     nope, rope = mla.qk_nope_head_dim, mla.qk_rope_head_dim
     latent = rms_norm(F.linear(x, weights[f"{layer}.q_a_proj"]), weights[f"{layer}.q_a_layernorm"], eps)
-    query = F.linear(latent, weights[f"{layer}.q_b_proj"]).unflatten(-1, (mla.heads, -1)).transpose(1, 2)
-    query_nope, query_rope = query.split([nope, rope], dim=-1)
+    query = torch.unflatten(F.linear(latent, weights[f"{layer}.q_b_proj"]), -1, (mla.heads, -1)).transpose(1, 2)
+    query_nope, query_rope = torch.split(query, [nope, rope], dim=-1)
 
     compressed = F.linear(x, weights[f"{layer}.kv_a_proj_with_mqa"])
-    latent, key_rope = compressed.split([mla.kv_lora_rank, rope], dim=-1)
+    latent, key_rope = torch.split(compressed, [mla.kv_lora_rank, rope], dim=-1)
     latent = rms_norm(latent, weights[f"{layer}.kv_a_layernorm"], eps)
-    expanded = F.linear(latent, weights[f"{layer}.kv_b_proj"]).unflatten(-1, (mla.heads, -1)).transpose(1, 2)
-    key_nope, value = expanded.split([nope, mla.v_head_dim], dim=-1)
+    expanded = torch.unflatten(F.linear(latent, weights[f"{layer}.kv_b_proj"]), -1, (mla.heads, -1)).transpose(1, 2)
+    key_nope, value = torch.split(expanded, [nope, mla.v_head_dim], dim=-1)
     # One rotary key serves all heads.
     key_rope = rotate_pairs(key_rope[:, None], cos, sin).expand(-1, mla.heads, -1, -1)
     return (

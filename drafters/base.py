@@ -170,14 +170,14 @@ class Drafter:
     load: Callable[[Any, Mapping[str, Tensor]], RunningDrafter]
     keys: tuple[Key, ...]
     attention: Mapping[type, tuple[Key, ...]] = field(default_factory=lambda: ATTENTION)
-    parts: Mapping[str, type] = field(default_factory=dict)
+    parts: Mapping[str, type] = field(default_factory=dict[str, type])
     nested: str = ""
-    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict[str, tuple[Any, ...]])
     elsewhere: frozenset[str] = frozenset()
     derived: Callable[[Config, Config, Names], dict[str, Any]] = _nothing_more
     check_keys: Callable[[Config, Names, Problems], None] = _no_checks
     check_captured: Callable[[Config, Captured | None, Hints, int | None, Problems], None] = _no_checks
-    facts: Mapping[str, Fact] = field(default_factory=dict)
+    facts: Mapping[str, Fact] = field(default_factory=dict[str, "Fact"])
     relatives: tuple[Kind, ...] = ()
     looks_like: Callable[[Names], bool] = lambda _: False
     lines: Callable[[Any], dict[str, str]] = lambda _: {}

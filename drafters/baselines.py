@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -55,14 +56,16 @@ def count_bigrams(texts: Iterable[Tensor], vocab: int) -> Bigram:
     seen = torch.bincount(torch.cat(texts), minlength=vocab).float() + 1.0
     frequencies = seen / seen.sum()
     # Each pair as one number, so that memory grows with the text and not with the square of the vocabulary.
-    codes, counts = torch.cat([t[:-1].long() * vocab + t[1:] for t in texts]).unique(return_counts=True)
+    pairs = torch.cat([t[:-1].long() * vocab + t[1:] for t in texts])
+    codes, counts = cast(tuple[Tensor, Tensor], pairs.unique(return_counts=True))
     first, follows = codes // vocab, codes % vocab
     starts = torch.searchsorted(first, torch.arange(vocab + 1))
 
     likeliest = frequencies.argmax().repeat(vocab)
     order = (counts + frequencies[follows]).argsort()
     # In ascending order, so the last write per first token is the most likely one.
-    best = dict(zip(first[order].tolist(), follows[order].tolist(), strict=True))
+    firsts, seconds = (cast(list[int], ids[order].tolist()) for ids in (first, follows))
+    best = dict(zip(firsts, seconds, strict=True))
     likeliest[list(best)] = torch.tensor(list(best.values()), dtype=torch.long)
     return Bigram(starts, follows, counts.float(), frequencies, likeliest)
 
@@ -81,7 +84,7 @@ def bigram_overlap(bigram: Bigram, tokens: Tensor, target_logits: Tensor, steps:
         steps: K.
     """
     overlaps = torch.empty(tokens.shape, device=tokens.device)
-    for token in tokens.unique().tolist():
+    for token in cast(list[int], tokens.unique().tolist()):
         here = tokens == token
         p = target_logits[here].float().softmax(-1)
         overlaps[here] = torch.minimum(p, bigram.probabilities(token).to(p.device)).sum(-1)
@@ -105,7 +108,7 @@ def lookup_drafts(tokens: Tensor, steps: int, matched: Sequence[int] = (2, 1)) -
     """
     chains = count_chains(tokens.shape[1], steps)
     drafted = torch.full((steps, tokens.shape[0], chains), -1, device=tokens.device)
-    for row, text in enumerate(tokens.tolist()):
+    for row, text in enumerate(cast(list[list[int]], tokens.tolist())):
         found = [_latest_places(text, size) for size in matched]
         for chain in range(chains):
             place = next((places[chain + 1] for places in found if places[chain + 1] >= 0), -1)
@@ -117,7 +120,7 @@ def lookup_drafts(tokens: Tensor, steps: int, matched: Sequence[int] = (2, 1)) -
 def _latest_places(text: list[int], size: int) -> list[int]:
     """Return for each position the latest one before it where the same `size` tokens end, -1 for none."""
     last: dict[tuple[int, ...], int] = {}
-    places = []
+    places: list[int] = []
     for end in range(len(text)):
         gram = tuple(text[max(end + 1 - size, 0) : end + 1])
         places.append(last.get(gram, -1))
@@ -136,7 +139,7 @@ def certain_overlap(drafted: Tensor, target_logits: Tensor) -> Tensor:
         `[K, B, T']` fp32; 0 where nothing is drafted.
     """
     steps, _, chains = drafted.shape
-    overlaps = []
+    overlaps: list[Tensor] = []
     for k in range(1, steps + 1):
         p = target_logits[:, k : k + chains].float().softmax(-1)
         overlaps.append(p.gather(-1, drafted[k - 1].clamp(min=0)[..., None])[..., 0])
@@ -151,4 +154,4 @@ def distinct_ngrams(tokens: Tensor, n: int = 4) -> float:
         n: tokens per n-gram.
     """
     rows = tokens.reshape(-1, tokens.shape[-1]).unfold(-1, n, 1)
-    return sum(len(row.unique(dim=0)) for row in rows) / (rows.shape[0] * rows.shape[1])
+    return sum(len(cast(Tensor, row.unique(dim=0))) for row in rows) / (rows.shape[0] * rows.shape[1])

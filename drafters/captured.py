@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..checkpoint.manifest import Hints
+from ..checkpoint.schema import Json
 from ..errors import CapturedUndecided, ConfigInvalid, KconvError, Problem, in_config
 from .contract import Problems
 from .keys import CONVENTION, IDS, INPUTS, NESTED, OUTPUTS, TOP
@@ -101,7 +102,7 @@ def read_captured(config: Mapping[str, Any], hints: Hints, names: Iterable[str],
         names: the names of its tensors.
         problems: the list to which problems are added.
     """
-    nested = config.get(EAGLE) or {}
+    nested: Json = config.get(EAGLE) or {}
     if not isinstance(nested, Mapping):
         problems.append(
             ConfigInvalid("eagle_config is not an object", where=in_config(EAGLE), fix="Export it again.").problem(
@@ -153,7 +154,7 @@ def readings(config: Mapping[str, Any], hints: Hints, names: Iterable[str] = ())
             Empty if
         no reading is possible.
     """
-    nested = config.get(EAGLE) or {}
+    nested: Json = config.get(EAGLE) or {}
     found: list[Captured] = []
     if decided := read_captured(config, hints, names, Problems()):
         found.append(decided)
@@ -181,7 +182,8 @@ def readings(config: Mapping[str, Any], hints: Hints, names: Iterable[str] = ())
 def without_lists(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config without captured layers, for a reader that does not need them."""
     bare = {key: value for key, value in config.items() if key not in (IDS, CONVENTION)}
-    if isinstance(nested := bare.get("eagle_config"), Mapping):
+    nested: Json = bare.get("eagle_config")
+    if isinstance(nested, Mapping):
         bare["eagle_config"] = {key: value for key, value in nested.items() if key not in (IDS, CONVENTION)}
     return bare
 
@@ -371,7 +373,7 @@ def _stated(place: Mapping[str, Any], name: str) -> Captured | None:
     return Captured(ids, f"{name} states that {list(listed)} are {stated.replace('_', ' ')}")
 
 
-def _ids(value: object, where: str, code: str = "K145") -> tuple[int, ...] | None:
+def _ids(value: Json | tuple[Any, ...], where: str, code: str = "K145") -> tuple[int, ...] | None:
     if value is None or value == []:
         return None
     ids = tuple(value) if isinstance(value, (list, tuple)) else ()

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -163,7 +163,7 @@ def greedy_acceptance(drafted: Tensor, tokens: Tensor, prompt_length: int) -> Ac
         )
     # Step k of chain t predicts the token after position t+k.
     matches = drafted == along_chains(tokens[None].roll(-1, 1), steps)[:, 0]
-    survivors = matches.long().cumprod(0).sum(0).tolist()
+    survivors = cast(list[int], matches.long().cumprod(0).sum(0).tolist())
     accepted, drafts, chain = [0] * steps, 0, prompt_length - 1
     while chain < chains:
         for place in range(survivors[chain]):
@@ -213,8 +213,8 @@ def overlap_acceptance(overlaps: Tensor) -> Acceptance:
     while an engine starts a draft only after the previous one.
     """
     steps = overlaps.shape[0]
-    accepted = overlaps.double().cumprod(0).flatten(1).sum(1)
-    return Acceptance(steps, overlaps[0].numel(), tuple(accepted.tolist()), SAMPLED)
+    accepted = cast(list[float], overlaps.double().cumprod(0).flatten(1).sum(1).tolist())
+    return Acceptance(steps, overlaps[0].numel(), tuple(accepted), SAMPLED)
 
 
 def pool(acceptances: Iterable[Acceptance]) -> Acceptance:

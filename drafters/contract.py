@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -76,7 +76,7 @@ class Problems(list[Problem]):
     """Problems in the order in which they were found."""
 
     @contextmanager
-    def catching(self) -> Iterator[None]:
+    def catching(self) -> Generator[None]:
         """Collect an error that ends the block, and continue after the block."""
         try:
             yield

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..checkpoint.formats import CONFIG_KEY
 from ..checkpoint.manifest import FactValue, Hints
+from ..checkpoint.schema import Json
 from ..errors import ConfigInvalid, ConfigUnsupported, LayoutCannot, Problem, in_config
 from .base import Config, Drafter, Kind, Names, Spec
 from .captured import EAGLE, UNDECIDED, Captured, default_formula, read_captured, readings
@@ -230,7 +231,7 @@ def _check_unsupported(config: Config, tensors: Names, problems: Problems) -> No
                 or "If the key has no effect on this head, remove it; otherwise kconv cannot support this head.",
                 codes.get(name, "K013"),
             )
-    kinds = config.get("layer_types")
+    kinds: Json = config.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
         problems.add(
             ConfigUnsupported,
@@ -262,6 +263,7 @@ def _check_count(
             "Pass one layer per state, in ascending order.",
         )
     count = config.get("num_aux_hidden_states")
+    ids: Json
     if captured:
         lengths = {"": len(captured.ids)}
     else:
@@ -284,7 +286,7 @@ def _asks_for_qk_norms(config: Mapping[str, Any], tensors: Iterable[str]) -> boo
 
     The model_type may be there only because the target is a Qwen3, so without such norms it does not ask for them.
     """
-    named = config.get("architectures")
+    named: Json = config.get("architectures")
     if isinstance(named, list) and named and isinstance(named[0], str) and QWEN3.fullmatch(named[0]):
         return True
     return config.get("model_type") == "qwen3" and any(name.endswith(".q_norm.weight") for name in tensors)
@@ -300,7 +302,7 @@ def _states(tensors: Names, values: Config) -> int | None:
 
 
 def _architectures(config: Config) -> str:
-    names = config.get("architectures")
+    names: Json = config.get("architectures")
     return " ".join(map(str, names)) if isinstance(names, list) else str(names)
 
 
@@ -330,7 +332,7 @@ def _is_eagle1(config: Config, names: Names) -> bool:
 
 def _drafts_blocks(config: Config, word: str) -> bool:
     said = f"{_architectures(config)} {config.get('speculators_model_type')}".lower()
-    projector = config.get("dflash_config")
+    projector: Json = config.get("dflash_config")
     kind = projector.get("projector_type") if isinstance(projector, Mapping) else ""
     return word in said or kind == word
 
@@ -425,7 +427,9 @@ FACTS = {
             hint="rope_theta",
             line="rope",
             read=lambda spec: spec.rope.theta,
-            candidates=lambda *_: [Candidate(DEFAULT_THETA, "the default of trainers and of LlamaConfig")],
+            candidates=lambda config, hints, names: [
+                Candidate(DEFAULT_THETA, "the default of trainers and of LlamaConfig")
+            ],
             put=lambda spec, value: replace(spec, rope=replace(spec.rope, theta=value)),
             rivals=_bases,
             stated=states_theta,
@@ -436,7 +440,10 @@ FACTS = {
             hint="norm_before_residual",
             line="norms",
             read=lambda spec: spec.norms.before_residual,
-            candidates=lambda *_: [Candidate(False, "the speculators library"), Candidate(True, "vLLM")],
+            candidates=lambda config, hints, names: [
+                Candidate(False, "the speculators library"),
+                Candidate(True, "vLLM"),
+            ],
             put=lambda spec, value: replace(spec, norms=replace(spec.norms, before_residual=value)),
             stated=lambda config: config.get("norm_before_residual") is not None,
             fills=True,

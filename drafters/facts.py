@@ -72,7 +72,7 @@ class Fact:
     stated: Callable[[Config], bool] | None = None
     fills: bool = False
     words: str = "{}"
-    beside: Mapping[str, FactValue | str] = field(default_factory=dict)
+    beside: Mapping[str, FactValue | str] = field(default_factory=dict[str, FactValue | str])
 
     @property
     def option(self) -> str:

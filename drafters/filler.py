@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -104,13 +105,13 @@ def _bound_distance(blocks: Blocks, mean: Tensor, row: Tensor, weights: Tensor, 
     for block in blocks():
         centred = (block.double() - mean).float()
         gram.addmm_(centred.T, centred)
-    ridge, distance = RIDGE * float(gram.diagonal().mean()), float(missing.norm())
+    ridge, distance = RIDGE * float(gram.diagonal().mean()), _length(missing)
     if ridge == 0.0:
         return distance  # all rows are equal
     gram.diagonal().add_(ridge)
-    factors = torch.linalg.lu_factor(gram)
+    factors = cast(tuple[Tensor, Tensor], torch.linalg.lu_factor(gram))
     for _ in range(ROUNDS):
-        step = torch.linalg.lu_solve(*factors, missing[:, None].float())[:, 0].double()
+        step = cast(Tensor, torch.linalg.lu_solve(*factors, missing[:, None].float()))[:, 0].double()
         weights += 1.0 - weights.mean()  # spread what was added to keep them positive over all weights
         combination, at = torch.zeros_like(mean), 0
         for block in blocks():
@@ -119,10 +120,14 @@ def _bound_distance(blocks: Blocks, mean: Tensor, row: Tensor, weights: Tensor, 
             combination += centred.T @ own
             at += len(block)
         missing = row - mean - combination / weights.sum()
-        distance = min(distance, float(missing.norm()))
-        if distance <= CLOSE * float(row.norm()):
+        distance = min(distance, _length(missing))
+        if distance <= CLOSE * _length(row):
             break
     return distance
+
+
+def _length(vector: Tensor) -> float:
+    return float(cast(Tensor, vector.norm()))
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ name, order, norm or config key is to blame.
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 import torch
 
@@ -41,11 +43,12 @@ def fingerprint(head: DraftHead) -> tuple[float, ...]:
     states *= torch.logspace(np.log10(SMALLEST), np.log10(LARGEST), ENTRIES)[None, :, None]
     positions, context = torch.tensor(POSITIONS), CausalContext()
     columns = torch.linspace(0, spec.draft_vocab - 1, COLUMNS).long()
-    hidden, found = head.fuse(states), []
+    hidden, found = head.fuse(states), list[torch.Tensor]()
     for step in range(STEPS):
         hidden, logits = head.step(tokens, hidden, positions + step, context)
         found.append(logits[0][:, columns])
-    return tuple(float(f"{value:.{DIGITS}g}") for value in torch.stack(found).flatten().tolist())
+    values = cast(list[float], torch.stack(found).flatten().tolist())
+    return tuple(float(f"{value:.{DIGITS}g}") for value in values)
 
 
 def difference(one: tuple[float, ...], other: tuple[float, ...]) -> float:

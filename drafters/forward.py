@@ -78,7 +78,7 @@ class DraftHead:
         if spec.norms.before_fc:
             captured = rms_norm(captured, weights["input_norm"], spec.eps)
         if spec.norms.fc:
-            states = captured.split(spec.target_hidden, dim=-1)
+            states = torch.split(captured, spec.target_hidden, dim=-1)
             normed = [rms_norm(s, weights[f"fc_norm.{a}"], spec.eps) for a, s in enumerate(states)]
             captured = torch.cat(normed, dim=-1)
         return F.linear(captured, weights["fc"], weights.get("fc.bias"))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
+from ..checkpoint.schema import Json
 from ..errors import ConfigInvalid, in_config
 from .spec import Gqa, Mla
 
@@ -57,10 +58,10 @@ class ConfigTable:
 
     nested: str = ""
     ballast: frozenset[str] = frozenset()
-    otherwise: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    must_state: Mapping[str, str] = field(default_factory=dict)
+    otherwise: Mapping[str, tuple[Any, ...]] = field(default_factory=dict[str, tuple[Any, ...]])
+    must_state: Mapping[str, str] = field(default_factory=dict[str, str])
     adapt: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
-    trained: Mapping[str, Any] = field(default_factory=dict)
+    trained: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 def off(_: Values) -> bool:
@@ -113,7 +114,7 @@ BALLAST = frozenset(
 )
 
 
-def checked(name: str, value: Any, kind: str, key: str = "") -> Any:
+def checked(name: str, value: Json, kind: str, key: str = "") -> Any:
     """Return a key's value, with a list as a tuple.
 
     Args:
@@ -136,7 +137,7 @@ def checked(name: str, value: Any, kind: str, key: str = "") -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _is_int(value: Any) -> bool:
+def _is_int(value: Json) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -146,7 +147,7 @@ ABSENT = object()
 MAX_VOCAB, LEAST_POSITIONS, MIN_EPS, MAX_EPS = 1 << 24, 8, 1e-30, 0.1
 # Far above any draft head; each layer's tensors are listed one by one, so a billion layers would never end.
 MAX_LAYERS = 1000
-KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+KINDS: Mapping[str, tuple[Callable[[Json], bool], str]] = {
     "count": (lambda v: _is_int(v) and 0 < v < 2**31, "a positive number"),
     "depth": (lambda v: _is_int(v) and 0 < v <= MAX_LAYERS, f"a number of layers up to {MAX_LAYERS}"),
     # The largest known target has 262,208; until it is checked, the number that decides an allocation is untrusted.
@@ -170,7 +171,7 @@ KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 def find(config: Mapping[str, Any], path: str) -> Any:
     """Return the value at a dotted path, `ABSENT` if there is none."""
-    place: Any = config
+    place: Json | Mapping[str, Any] = config
     for part in path.split("."):
         if not isinstance(place, Mapping) or part not in place:
             return ABSENT

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
+from ..checkpoint.schema import Json
 from ..errors import ConfigInvalid, ConfigUnsupported, in_config
 from .contract import Problems
 from .spec import Linear, Llama3, Rope, Yarn
@@ -123,7 +124,7 @@ def _parse(stated: dict[str, Any]) -> Rope:
             fix="Add it with the value that the head was trained with. Engines use different defaults.",
             code=INVALID,
         )
-    values = {field: _number(name, stated[name]) for name, field in names.items() if name in stated}
+    values: dict[str, Any] = {field: _number(name, stated[name]) for name, field in names.items() if name in stated}
     if values.get("beta_slow", 0.0) > values.get("beta_fast", math.inf):
         raise ConfigInvalid(
             f"RoPE's beta_slow {values['beta_slow']} is above its beta_fast {values['beta_fast']}",
@@ -143,7 +144,7 @@ def stated_places(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the values of each RoPE parameter in a config, by the key of each place."""
     places: dict[str, dict[str, Any]] = {}
     for place in PLACES:
-        value = config.get(place)
+        value: Json = config.get(place)
         for name, stated in value.items() if isinstance(value, Mapping) else ():
             if stated is not None:
                 # DeepSeek's code reads `type`, transformers `rope_type`.
@@ -159,7 +160,7 @@ def stated_places(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def _merge(config: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
     """Return each parameter's single value."""
     for place in PLACES:
-        value = config.get(place)
+        value: Json = config.get(place)
         if value is not None and not isinstance(value, Mapping):
             error = ConfigInvalid(
                 f"the RoPE parameters are {value!r}, not an object",
@@ -167,7 +168,7 @@ def _merge(config: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
                 fix="Export it again.",
             )
             problems.append(error.problem(INVALID))
-    merged = {}
+    merged: dict[str, Any] = {}
     for key, places in stated_places(config).items():
         merged[key], *others = places.values()
         if any(value != merged[key] for value in others):

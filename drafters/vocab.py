@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -78,7 +79,7 @@ def read_ids(ids: Tensor, vocab: int, t2d: Tensor | None = None) -> Reading:
     """
     ids = ids.to(torch.int64)
     outside = int(((ids < 0) | (ids >= vocab)).sum())
-    duplicates = ids.numel() - ids.unique().numel()
+    duplicates = ids.numel() - cast(Tensor, ids.unique()).numel()
     usable = t2d is not None and outside == 0
     return Reading(ids, outside, duplicates, int((mask(ids, vocab) != t2d).sum()) if usable else None)
 

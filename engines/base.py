@@ -229,7 +229,7 @@ class Serving:
     dtype: str = "float32"
     max_model_len: int = 256
     ready_seconds: float = 1800.0
-    options: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, str] = field(default_factory=dict[str, str])
     branches: int = 1
     nodes: int = 0
 
@@ -253,7 +253,7 @@ class Starter:
     cause: re.Pattern[str]
     note: Callable[[Path], str] = lambda _: ""
     trees: bool = False
-    methods: Mapping[str, str] = field(default_factory=dict)
+    methods: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def rows_as_stated(spec: Spec) -> float:
@@ -325,17 +325,17 @@ class Engine:
     benchmark: Benchmark | None = None
     starter: Starter | None = None
     per_request: PerRequest | None = None
-    architectures: Mapping[type, frozenset[str]] = field(default_factory=dict)
+    architectures: Mapping[type, frozenset[str]] = field(default_factory=dict[type, frozenset[str]])
     rewritten: tuple[str, ...] = ()
     latent_by_default: tuple[str, ...] = ()
     head_counts: tuple[str, ...] = ("num_attention_heads",)
     rope_objects: tuple[str, ...] = ("rope_scaling",)
     rope_rows: Callable[[Any], float] = rows_as_stated
-    flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     null_keys: tuple[NullKey, ...] = ()
     rules: tuple[Rule[Any], ...] = ()
     shared_rules: tuple[str, ...] = ()
-    taken: Mapping[str, Taken] = field(default_factory=dict)
+    taken: Mapping[str, Taken] = field(default_factory=dict[str, Taken])
 
     def __post_init__(self) -> None:
         if not self.runners:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any, Protocol
 
 from ..checkpoint.header import TensorInfo
+from ..checkpoint.schema import Json
 from ..drafters.spec import Gqa, HeadSpec, Mla
 from ..rule import Found
 from .base import Runner
@@ -76,7 +77,7 @@ def fed_otherwise(head: HeadFacts, runners: Iterable[Runner], place: str) -> Ite
 
 def first_architecture(head: HeadFacts) -> str | None:
     """Return the class that a head names first, the one that engines look up."""
-    names = head.config.get("architectures")
+    names: Json = head.config.get("architectures")
     return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
 
 

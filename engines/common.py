@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from ..checkpoint.schema import Json
 from ..drafters.spec import Gqa, HeadSpec, Mla, Yarn
 from .layout import Limit, Row
 from .moves import Stack
@@ -115,7 +116,7 @@ MIDLAYERS = layer_rows("midlayer.{i}", later=(HIDDEN,))
 
 def eagle_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the config's eagle_config; empty if it has none."""
-    nested = config.get("eagle_config")
+    nested: Json = config.get("eagle_config")
     return nested if isinstance(nested, Mapping) else {}
 
 
@@ -124,7 +125,7 @@ def has_midlayer(names: Iterable[str]) -> bool:
     return any(name.startswith("midlayer.") for name in names)
 
 
-def listed_ids(value: object) -> tuple[int, ...] | None:
+def listed_ids(value: Json | tuple[Any, ...]) -> tuple[int, ...] | None:
     """Return a list of layer ids from a config; None if there is none, or if it is not a list."""
     if not isinstance(value, (list, tuple)) or not value:
         return None

@@ -64,7 +64,7 @@ def _put(config: dict[str, Any], path: str, value: Any) -> None:
     config[last] = value
 
 
-def _get(spec: Spec, path: str) -> Any:
+def _get(spec: Spec, path: str) -> str | float | tuple[int, ...] | None:
     value: Any = spec
     for part in path.split("."):
         value = getattr(value, part)

@@ -156,8 +156,8 @@ class Layout:
     write_beside: Callable[[Any, TargetFacts], dict[str, Any]] | None = None
     limits: tuple[Limit, ...] = ()
     target_limits: tuple[TargetLimit, ...] = ()
-    needs: Mapping[str, str] = field(default_factory=dict)
-    replaces: Mapping[str, str] = field(default_factory=dict)
+    needs: Mapping[str, str] = field(default_factory=dict[str, str])
+    replaces: Mapping[str, str] = field(default_factory=dict[str, str])
     config: ConfigTable = field(default_factory=ConfigTable)
     ignored: Mapping[str, str] = field(default_factory=lambda: IGNORED)
     written_for: tuple[str, ...] = ()

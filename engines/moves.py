@@ -59,4 +59,6 @@ class Stack:
         return torch.cat(list(parts), dim=0)
 
     def unpack(self, stored: torch.Tensor, parts: Sequence[Shape]) -> list[torch.Tensor]:
-        return list(stored.split([part[0] for part in parts], dim=0))
+        import torch
+
+        return list(torch.split(stored, [part[0] for part in parts], dim=0))

@@ -210,7 +210,7 @@ def writable() -> tuple[str, ...]:
     others, written = _known()
     own = [*OWN_ENGINES, *(one.name for one in others)]
     # Without other packages' layouts no engine is loaded: help needs only names.
-    of_engines = {layout.name for one in engines() for layout in own_layouts(one)} if written else set()
+    of_engines = {layout.name for one in engines() for layout in own_layouts(one)} if written else set[str]()
     shared = [x.name for x in written if x.write_config is not None and x.name not in of_engines]
     return tuple(dict.fromkeys((*own, *shared, *(one.name for one in OWN_LAYOUTS.values() if one.written))))
 

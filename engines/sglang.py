@@ -433,11 +433,16 @@ def _count(d: Mapping[str, float], _k: int, requests: int, prompts: int) -> Coun
     return Counts(d[VERIFY], d[GENERATED] - requests - d[VERIFY], None, prompts)
 
 
+def _chat_histogram(answer: Any) -> list[int] | None:
+    meta: Mapping[str, Any] = answer["choices"][0].get("meta_info") or {}
+    return meta.get(HISTOGRAM)
+
+
 def _quote(result: Mapping[str, Any], where: object) -> dict[str, Any]:
     """https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/benchmark/serving.py#L1649-L1656"""
     if not result["accept_length"]:
         raise AcceptanceInvalid(NO_DRAFTS, where=where, fix="Run it against a server that speculates.")
-    server = result.get("server_info") or {}
+    server: Mapping[str, Any] = result.get("server_info") or {}
     topk, nodes = server.get("speculative_eagle_topk"), server.get("speculative_num_draft_tokens")
     simulated = [name for name in server if "simulate_acc" in name.lower() and server[name]]
     if simulated:
@@ -557,7 +562,7 @@ ENGINE = Engine(
         },
         lambda answer: (answer["output_ids"], answer["meta_info"].get(HISTOGRAM)),
         {"return_meta_info": True},
-        lambda answer: (answer["choices"][0].get("meta_info") or {}).get(HISTOGRAM),
+        _chat_histogram,
         beside="/server_info",
     ),
     sampling=Sampling(("/server_info",), {"SGLANG_SIMULATE_ACC_LEN": (), "simulate_acc_len": ()}),

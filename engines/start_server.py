@@ -46,7 +46,7 @@ def watch_load(model: Any, load: Any) -> Any:
 
     if HEAD_CLASS not in type(model).__name__:
         return load()
-    before = {}
+    before: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
         values = parameter.data
         # Bytes have no spare value for a mark.
@@ -55,7 +55,7 @@ def watch_load(model: Any, load: Any) -> Any:
         before[name] = values.clone()
         values.fill_(float("nan") if values.is_floating_point() else torch.iinfo(values.dtype).min)
     result = load()
-    unreached = {}
+    unreached: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
         if name in before and parameter.shape == before[name].shape and (left := marked(parameter.data)).any():
             parameter.data[left] = before[name][left]

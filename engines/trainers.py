@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from ..checkpoint.schema import Json
 from ..drafters.eagle3 import EAGLE3
 from ..drafters.keys import CONVENTION, IDS, INPUTS, OUTPUTS, TOP, ConfigTable
 from ..drafters.spec import HeadSpec
@@ -83,6 +84,7 @@ def _automodel_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     if not config.get("kv_lora_rank"):
         return {}
+    value: Json
     return {
         place: {**value, "mscale": 0.0, "mscale_all_dim": 0.0}
         for place in ("rope_scaling", "rope_parameters")

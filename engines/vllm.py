@@ -262,7 +262,9 @@ def _count(d: Mapping[str, float], _k: int, _requests: int, prompts: int) -> Cou
 
 def _histogram(answer: Any) -> list[int] | None:
     """https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/entrypoints/generate/base/protocol.py#L100-L119"""
-    return ((answer.get("metrics") or {}).get("speculative_decoding") or {}).get("acceptance_histogram")
+    metrics: Mapping[str, Any] = answer.get("metrics") or {}
+    speculative: Mapping[str, Any] = metrics.get("speculative_decoding") or {}
+    return speculative.get("acceptance_histogram")
 
 
 def _quote(result: Mapping[str, Any], where: object) -> dict[str, Any]:

@@ -1,5 +1,8 @@
 """Run by SGLang's python: what is particular to SGLang when kconv starts it, see start_server.py."""
 
+# SGLang is not installed beside kconv, so its types are unknown.
+# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
+
 from __future__ import annotations
 
 import contextlib

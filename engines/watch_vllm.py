@@ -1,5 +1,8 @@
 """Run by vLLM's python: what is particular to vLLM when kconv starts it, see start_server.py."""
 
+# vLLM is not installed beside kconv, so its types are unknown.
+# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import contextlib
@@ -28,10 +31,10 @@ def without_amx() -> None:
     https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/platforms/cpu.py#L152-L164
     https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/spec_decode/llm_base_proposer.py#L1282-L1291
     """
-    import vllm.platforms  # noqa: F401, I001  # pyright: ignore[reportMissingImports]
+    import vllm.platforms  # noqa: F401, I001  # pyright: ignore[reportMissingImports, reportUnusedImport]
     import torch
 
-    torch.cpu._is_amx_tile_supported = lambda: False
+    torch.cpu._is_amx_tile_supported = lambda: False  # pyright: ignore[reportPrivateUsage]
 
 
 def watch(watch_load: Callable[[Any, Any], Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ...checkpoint.schema import Json
 from ...drafters.captured import default_outputs
 from ...drafters.keys import CONVENTION, IDS, INPUTS, NESTED, TOP
 from ...engines.checks import seen_by
@@ -53,7 +54,7 @@ def _unlisted(subject: HeadSubject, is_default: bool | None) -> Iterator[Found]:
             )
 
 
-def lists(subject: HeadSubject) -> Iterator[tuple[str, object]]:
+def lists(subject: HeadSubject) -> Iterator[tuple[str, Json]]:
     for where, value in ((TOP, subject.flat.get(TOP)), (NESTED, subject.eagle.get(IDS))):
         if value is not None and value != []:
             yield where, value
