@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, version
+from itertools import chain
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
@@ -29,6 +32,18 @@ def version_of(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+@cache
+def sources_digest(*names: str) -> str:
+    """Return a digest of the code of some of kconv's packages and files, or of all: other code makes other things."""
+    root = Path(__file__).parent
+    of_all = (file.parent for file in root.glob("*/__init__.py")), root.glob("*.py")
+    digest = hashlib.sha256()
+    for place in sorted((root / name for name in names) if names else chain(*of_all)):
+        for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()
 
 
 def install_command(extra: str) -> str:

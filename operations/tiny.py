@@ -63,11 +63,11 @@ class Tiny(Operation):
 
     def estimate(self, context: Context) -> Estimate:
         """Return the target's size in bytes if it is in the cache."""
-        from ..tiny.recipe import DEMO, TEST, cache_root, recipe_key
-        from ..tiny.target import KIND, SOURCE
+        from ..tiny.recipe import DEMO, TEST, cache_root
+        from ..tiny.target import kept_at
 
         recipe = {"demo": DEMO, "test": TEST}[self.size]
-        cached = cache_root() / f"{KIND}-{recipe_key(recipe, source=SOURCE)}"
+        cached = kept_at(recipe, cache_root())
         if not cached.is_dir():
             return Estimate(None)
         return Estimate(sum(file.stat().st_size for file in cached.rglob("*") if file.is_file()))

@@ -16,13 +16,11 @@ from ..checkpoint.folder import Checkpoint, open_checkpoint
 from ..checkpoint.schema import line_of
 from ..checkpoint.source import HUB_ID, Folder, Source
 from ..errors import KconvError, RecipeInvalid, ReleaseStateInvalid
+from ..installed import sources_digest
 from ..operations.base import Context, ReleaseFacts
 from ..options import in_recipe
 from .recipe import Release, Step, reference
 from .record import State, digest_marks, mark, mark_folder
-
-# Raise it with each change to an operation that alters its result for the same inputs.
-SOURCE = "2"
 
 
 @dataclass(frozen=True)
@@ -114,12 +112,6 @@ def make_context(root: Path, release: Release, text: str, say: Callable[[str], N
     return StepContext(ReleaseFacts(release.name, release.facts, text), root=root, say=say)
 
 
-def needed(step: Step) -> list[str]:
-    """Return the steps whose outputs a step reads."""
-    found = (reference(value) for _, value in step.inputs())
-    return list(dict.fromkeys(name for name, _ in filter(None, found)))
-
-
 def find_inputs(name: str, step: Step, context: StepContext, state: State) -> StepInputs:
     """Find a step's inputs.
 
@@ -128,17 +120,17 @@ def find_inputs(name: str, step: Step, context: StepContext, state: State) -> St
         HubRefused, HubUnreachable: a hub id cannot be resolved.
     """
     found = StepInputs()
-    kinds = dict(type(step.request).inputs())
-    for field_, value in step.inputs():
-        if (made := reference(value)) is not None:
-            found.add(field_, partial(str, _output(name, made, context.root, state)))
-        elif Path(value).exists():
-            found.add(field_, partial(_outside, Path(value), state))
-        elif kinds[field_].kind == "checkpoint":
+    for one in step.inputs():
+        if one.made is not None:
+            found.add(one.field, partial(str, _output(name, one.made, context.root, state)))
+        elif Path(one.value).exists():
+            found.add(one.field, partial(_outside, Path(one.value), state))
+        elif one.kind == "checkpoint":
             # Opening a missing folder reports the error.
-            found.add(field_, partial(str, context.source(value).name if HUB_ID.fullmatch(value) else "absent"))
+            of_hub = HUB_ID.fullmatch(one.value)
+            found.add(one.field, partial(str, context.source(one.value).name if of_hub else "absent"))
         else:
-            found.add(field_, partial(str, f"named {value}"))
+            found.add(one.field, partial(str, f"named {one.value}"))
     return found
 
 
@@ -160,22 +152,22 @@ def check_names(release: Release, text: str, meant: Mapping[str, bool], root: Pa
     for name, step in release.steps.items():
         if not meant[name]:
             continue
-        kinds, own = dict(type(step.request).inputs()), []
-        for field_, value in step.inputs():
-            if reference(value) is not None or Path(value).exists() or field_ == "recipe":
+        own, inputs = [], list(step.inputs())
+        for one in inputs:
+            if one.made is not None or Path(one.value).exists() or one.field == "recipe":
                 continue
-            said = kinds[field_]
-            if HUB_ID.fullmatch(value) and (said.kind == "checkpoint" or "ID" in said.metavar):
-                if said.kind == "checkpoint":
-                    context.source(value)
+            if HUB_ID.fullmatch(one.value) and one.id_too:
+                if one.kind == "checkpoint":
+                    context.source(one.value)
                 continue
-            own.append((name, field_, f"{value} does not exist", "Create it, or correct the name."))
-        if not any(reference(value) for field_, value in step.inputs() if field_ == "recipe"):
+            own.append((name, one.field, f"{one.value} does not exist", "Create it, or correct the name."))
+        if not any(one.made for one in inputs if one.field == "recipe"):
             try:
                 with step.request.spelled(in_recipe):
                     step.request.precheck(context)
             except KconvError as fault:
-                own.append((name, "recipe" if "recipe" in kinds else "", fault.what, fault.fix))
+                has_recipe = "recipe" in type(step.request).model_fields
+                own.append((name, "recipe" if has_recipe else "", fault.what, fault.fix))
         wrong += own
     if wrong:
         name, field_, what, fix = wrong[0]
@@ -191,7 +183,7 @@ def check_names(release: Release, text: str, meant: Mapping[str, bool], root: Pa
 def fingerprint(step: Step, found: StepInputs, release: Release, text: str) -> str:
     """Return a digest of everything that determines a step's result."""
     parts: dict[str, Any] = {
-        "kconv": version("kconv"), "source": SOURCE, "step": step.plain(), "inputs": found.digests,
+        "kconv": version("kconv"), "source": sources_digest(), "step": step.plain(), "inputs": found.digests,
     }  # fmt: skip
     if step.request.OF_RELEASE:
         parts["facts"] = release.facts.model_dump(mode="json")
@@ -205,10 +197,10 @@ def stated(step: Step, state: State, text: str) -> str:
 
     Inputs outside the release are not read again, since they may be gone by the time of a publication.
     """
-    made = [reference(value) for _, value in step.inputs()]
+    made = [one.made for one in step.inputs() if one.made]
     parts: dict[str, Any] = {
         "step": step.plain(),
-        "inputs": [digest_marks(state.steps[n].files, rest) for n, rest in filter(None, made) if n in state.steps],
+        "inputs": [digest_marks(state.steps[name].files, rest) for name, rest in made if name in state.steps],
     }
     if step.do == "card":
         # It contains the recipe.
@@ -224,9 +216,9 @@ def refuse_stale(name: str, release: Release, text: str, state: State) -> None:
     """
     if not release.steps[name].request.OF_RELEASE:
         return
-    before = needed(release.steps[name])
+    before = release.steps[name].needed()
     for other in before:
-        before += [further for further in needed(release.steps[other]) if further not in before]
+        before += [further for further in release.steps[other].needed() if further not in before]
     for other in (step for step in release.steps if step in before):
         record = state.steps.get(other)
         if record is None or record.stated != stated(release.steps[other], state, text):

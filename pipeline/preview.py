@@ -16,7 +16,7 @@ from ..operations.card import Card
 from ..options import in_recipe
 from ..rule import Found
 from ..validate.report import Finding
-from .inputs import StepContext, check_names, find_inputs, fingerprint, make_context, needed, refuse_stale
+from .inputs import StepContext, check_names, find_inputs, fingerprint, make_context, refuse_stale
 from .recipe import Release, Step
 from .record import State, read_state
 from .run import Selection, why_run
@@ -118,7 +118,7 @@ def _plan(
     name: str, step: Step, release: Release, text: str, context: StepContext, state: State, pending: set[str]
 ) -> Planned:
     heavy, root = step.request.HEAVY, context.root
-    waits = [other for other in needed(step) if other in pending]
+    waits = [other for other in step.needed() if other in pending]
     if waits:
         size = 0 if type(step.request).estimate is Operation.estimate else None
         return Planned(name, step.do, None, f"waits for {', '.join(waits)}", size, heavy)

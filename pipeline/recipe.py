@@ -41,19 +41,43 @@ UNNAMED = "output"
 
 
 @dataclass(frozen=True)
+class Input:
+    """What a step reads.
+
+    Attributes:
+        field: of its request.
+        value: as the recipe states it.
+        kind: what the field names; see `options.Marks`.
+        id_too: whether a Hub id may stand for it.
+        made: the earlier step whose output it is, and the "/path" inside; None for what no step makes.
+    """
+
+    field: str
+    value: str
+    kind: str
+    id_too: bool
+    made: tuple[str, str] | None
+
+
+@dataclass(frozen=True)
 class Step:
     """An operation in a recipe: its name there, and its request; the run sets the request's output."""
 
     do: str
     request: Operation
 
-    def inputs(self) -> Iterator[tuple[str, str]]:
-        """Yield the step's inputs: field and value."""
+    def inputs(self) -> Iterator[Input]:
+        """Yield what the step reads."""
         for field, marks in type(self.request).inputs():
             value = getattr(self.request, field)
+            id_too = marks.kind == "checkpoint" or "ID" in marks.metavar
             for one in value if isinstance(value, tuple) else (value,):
                 if one is not None and one not in marks.words:
-                    yield field, one
+                    yield Input(field, one, marks.kind, id_too, reference(one))
+
+    def needed(self) -> list[str]:
+        """Return the steps whose outputs it reads."""
+        return list(dict.fromkeys(one.made[0] for one in self.inputs() if one.made))
 
     def at(self, out: Path) -> Operation:
         """Return the request with its output: a folder, or a file with the operation's own name inside one."""
@@ -126,8 +150,8 @@ class Release(StrictModel):
         for name, step in self.steps.items():
             if not NAME.fullmatch(name) or name in TAKEN:
                 raise WrongValue(Wrong(("steps", name), f"{name!r} is not a valid step name"))
-            for field, value in step.inputs():
-                found = reference(value)
+            for one in step.inputs():
+                field, value, found = one.field, one.value, one.made
                 if found and found[0] not in seen:
                     known = ", ".join(f"${s}" for s in seen) or "none"
                     near = get_close_matches(found[0], seen, n=1)

@@ -1,4 +1,4 @@
-"""The command that brings an extra: the one that works for where kconv came from, as pip recorded it."""
+"""How kconv was installed: the command that brings an extra, and the digest of the code."""
 
 import json
 import shlex
@@ -68,3 +68,20 @@ def test_a_clone_that_is_gone_and_no_installation(monkeypatch, tmp_path):
 
 def test_a_record_that_cannot_be_read_counts_as_none(monkeypatch):
     assert command(monkeypatch, "{") == command(monkeypatch, "[]") == "pip install 'kconv[optimize]'"
+
+
+def test_the_digest_of_the_code_changes_with_the_code_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(installed, "__file__", str(tmp_path / "installed.py"))
+    for name in ("installed.py", "tiny/__init__.py", "tiny/parts/target.py", "train/__init__.py", "tests/test_it.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x = 1\n")
+
+    def digests():
+        return [installed.sources_digest.__wrapped__(*names) for names in ((), ("tiny",), ("train", "installed.py"))]
+
+    before = digests()
+    assert len(set(before)) == 3
+    (tmp_path / "tests" / "test_it.py").write_text("x = 2\n")
+    assert digests() == before
+    (tmp_path / "tiny" / "parts" / "target.py").write_text("x = 2\n")
+    assert [a == b for a, b in zip(digests(), before, strict=True)] == [False, False, True]

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ..checkpoint.staging import staged
 from ..errors import OutputExists, TrainingFailed
+from ..installed import sources_digest
 from ..targets.config import parse_target_config
 from ..targets.model import CausalLM, build_target, one_thread
 from ..targets.tokenizer import load_tokenizer
@@ -219,8 +220,6 @@ def _groups(model: CausalLM, recipe: TinyRecipe) -> list[dict]:
 
 
 KIND = "tiny-kimi-k2"
-# Raise it with each change to tiny/ that alters a recipe's result.
-SOURCE = "2"
 
 # What a tiny target shares exactly with Kimi-K2.5's text_config.
 FIXED = {
@@ -280,7 +279,8 @@ def make_target(recipe: TinyRecipe, cache: Path, progress: Progress = lambda *_:
 
 def kept_at(recipe: TinyRecipe, cache: Path) -> Path:
     """Return the folder of a recipe's target, which need not exist yet."""
-    return cache / f"{KIND}-{recipe_key(recipe, source=SOURCE)}"
+    key = recipe_key(recipe, source=sources_digest("tiny"))
+    return cache / f"{KIND}-{key}"
 
 
 def kimi_config(recipe: TinyRecipe, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:

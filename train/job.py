@@ -28,6 +28,7 @@ from ..drafters.vocab import Coverage, measure_coverage, target_ids
 from ..engines import by_name
 from ..engines.layout import Layout, Limit
 from ..errors import LayoutCannot, RecipeInvalid, StatesInvalid
+from ..installed import sources_digest
 from ..targets.config import TargetConfig, read_target_config
 from ..targets.model import Ends, check_memory, find_ends, load_target
 from ..targets.options import SPLIT, StatesOptions
@@ -81,8 +82,6 @@ def refuse_sharding() -> NoReturn:
     )
 
 
-# Raise it with each change to train/ that alters a recipe's result.
-SOURCE = "3"
 LIBRARIES = ("torch", "transformers", "accelerate", "nvidia-modelopt")
 
 
@@ -160,19 +159,12 @@ def job_key(job: TrainJob) -> str:
     config = job.target / "config.json"
     # The layers of a target that is not run affect its states, whose digests are in `data`.
     files = [config] if job.ends else sorted([config, *job.target.glob("*.safetensors")])
-    text = job.text.digests()
-    recipe = dataclasses.asdict(job.recipe)
-    # A head from before this option existed keeps its name.
-    for field_ in ("kernel", "pack"):
-        if recipe[field_] == getattr(EagleRecipe, field_):
-            del recipe[field_]
     parts = {
-        "recipe": recipe,
-        "source": SOURCE,
+        "recipe": dataclasses.asdict(job.recipe),
+        "source": sources_digest("train", "muon.py"),
         "target": {file.name: file_digest(file) for file in files if file.exists()}
         | (job.ends.digests if job.ends else {}),
-        # In the order that keeps the names of heads from before packing.
-        "rows": [*text[:2], *job.unseen.digests(), *text[2:]],
+        "rows": [*job.text.digests(), *job.unseen.digests()],
         "data": dict(job.data),
         "specials": job.specials,
         "start": {f.name: file_digest(f) for f in job.init_from.checkpoint.files} if job.init_from else None,
