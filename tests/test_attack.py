@@ -30,8 +30,8 @@ import yaml
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 from support.hub import Hub, hub
-from support.hub_head import head as published
-from support.hub_repos import Reply
+from support.hub import head as published
+from support.hub_routes import Reply
 from support.releases import write_release
 
 import kconv as kconv_itself

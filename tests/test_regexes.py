@@ -19,7 +19,7 @@ from re import _parser as parser  # pyright: ignore
 from typing import Any
 
 import pytest
-from support.growth import LINEAR, growth
+from support.fuzzing import LINEAR, growth
 
 import kconv
 from kconv.bench import forged, golden

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from support.kimi import KIMI_MLA as KIMI_MLA
-from support.kimi import small
+from support.heads import KIMI_MLA as KIMI_MLA
+from support.heads import small
 
 from kconv.drafters.spec import HeadSpec
 

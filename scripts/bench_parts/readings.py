@@ -22,8 +22,7 @@ from typing import Any
 
 import torch
 from support import weight_faults
-from support.weight_bed import STEPS, Bed, make_bed
-from support.weight_faults import FAULTS, Fault, Slots, config, weights
+from support.weight_faults import FAULTS, STEPS, Bed, Fault, Slots, config, make_bed, weights
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.staging import staged

@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 
 from bench_parts.page import read_section
-from support.kimi import KIMI_MLA
+from support.heads import KIMI_MLA
 
 from kconv.drafters.slots import needs
 from kconv.targets.config import TargetConfig

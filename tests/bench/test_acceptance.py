@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from support.acceptance_rows import FULL, row
+from support.releases import FULL, row
 
 from kconv.bench.acceptance import LINE, METHOD, AcceptanceFile, differences, read_acceptance
 from kconv.bench.stats import mean_of_categories

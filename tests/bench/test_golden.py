@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from click.testing import CliRunner
-from support.acceptance_rows import FULL
+from support.releases import FULL
 
 from kconv.bench.acceptance import AcceptanceFile, AcceptanceRow, read_acceptance
 from kconv.bench.golden import write_curve

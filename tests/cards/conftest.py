@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.hub import Hub, hub
-from support.publishing import TOKEN
-from support.releases import write_release
+from support.releases import TOKEN, write_release
 
 __all__ = ["hub"]
 

@@ -12,8 +12,8 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
+from support.commands import NAMES, ran
 from support.heads import GQA, MLA, random_slots, write_head
-from support.shells import NAMES, ran
 
 from kconv.cards.card import gather, make_card, write, write_card
 from kconv.cards.facts import Facts, LicenseFacts

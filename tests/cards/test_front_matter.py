@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import yaml
 from huggingface_hub import ModelCard
-from support.acceptance_rows import row
 from support.release_faults import found
-from support.releases import write_card
+from support.releases import row, write_card
 
 from kconv.bench.acceptance import AcceptanceFile
 from kconv.cards.evidence import Evidence

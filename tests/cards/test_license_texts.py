@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.license_texts import APACHE, KIMI, MIT, NVIDIA, TEXTS
+from support.releases import APACHE, KIMI, MIT, NVIDIA, TEXTS
 
 from kconv.cards.facts import LicenseFacts
 from kconv.cards.licenses import (

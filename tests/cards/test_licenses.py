@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.heads import MLA, random_slots, write_head
-from support.license_texts import APACHE, KIMI, MIT, NVIDIA
+from support.releases import APACHE, KIMI, MIT, NVIDIA
 
 from kconv.cards.card import gather, make_card, write
 from kconv.cards.facts import Facts, LicenseFacts

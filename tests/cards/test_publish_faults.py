@@ -6,9 +6,8 @@ import json
 
 import httpx
 import pytest
-from support.hub_repos import Reply, refusal
-from support.publishing import REPO, TAG, TOKEN, dry, holds, publish, writes
-from support.releases import write_release
+from support.hub_routes import Reply, refusal
+from support.releases import REPO, TAG, TOKEN, dry, holds, publish, write_release, writes
 
 from kconv.cards.publish import remote
 from kconv.errors import HubMoved, HubRefused, HubUnreachable, KconvError, PublishRefused, ReadBackFailed

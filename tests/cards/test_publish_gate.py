@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.publishing import REPO
 from support.release_faults import (
     ALONG,
     BROKEN,
@@ -23,7 +22,7 @@ from support.release_faults import (
     said,
     set_floor,
 )
-from support.releases import FLOOR, SUITE, make_inexact, write_acceptance, write_report
+from support.releases import FLOOR, REPO, SUITE, make_inexact, write_acceptance, write_report
 from support.releases import write_release as write_named
 
 from kconv.cards.publish.floor import Floor, read_floor

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import pytest
-from support.publishing import REPO, TAG, dry, holds, publish, writes
-from support.releases import write_release
+from support.releases import REPO, TAG, dry, holds, publish, write_release, writes
 
 from kconv.cards.publish.options import PublishOptions
 from kconv.cards.publish.run import publish_folder

@@ -4,9 +4,8 @@ import json
 import os
 
 import pytest
-from support.publishing import REPO, publish
 from support.release_faults import candidate, found, record
-from support.releases import write_release
+from support.releases import REPO, publish, write_release
 
 from kconv.cards.publish import release as release_module
 from kconv.cards.publish.gate import judge

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.acceptance_rows import FULL, row
+from support.releases import FULL, row
 
 from kconv.bench.acceptance import (
     MAY_BE_UNSAID,

@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
+from support.commands import NAMES, ran
 from support.quantized_targets import make_form
-from support.shells import NAMES, ran
 
 from kconv.cards.card import gather, make_card
 from kconv.cards.facts import Facts

@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from support.safetensors_bytes import entry, write_raw
+from support.heads import entry, write_raw
 
 from kconv.checkpoint.folder import INDEX, open_checkpoint
 from kconv.errors import ConfigInvalid, CorruptHeader, CorruptIndex, NotACheckpoint

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.stored_weights import COLUMNS, ROWS, store_weight
+from support.quantized_targets import COLUMNS, ROWS, store_weight
 
 from kconv.checkpoint.formats import FP8, FP8_BLOCKS, NVFP4, ONLY_QUANTIZED, SIDE_FILE, Int4
 from kconv.checkpoint.header import read_header

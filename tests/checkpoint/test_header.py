@@ -6,7 +6,7 @@ import struct
 import tracemalloc
 
 import pytest
-from support.safetensors_bytes import DATA, GOOD, entry, write_raw
+from support.heads import DATA, GOOD, entry, write_raw
 
 from kconv.checkpoint.header import read_header
 from kconv.errors import CorruptHeader, NotACheckpoint

@@ -5,7 +5,7 @@ import copy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
-from support.safetensors_bytes import DATA, GOOD, write_raw
+from support.heads import DATA, GOOD, write_raw
 
 from kconv.checkpoint.header import build_header, read_header
 from kconv.errors import CorruptHeader, NotACheckpoint

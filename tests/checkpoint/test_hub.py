@@ -6,8 +6,8 @@ import shutil
 import pytest
 import torch
 from blake3 import blake3
-from support.hub_head import SECRET, head, offline, weights
-from support.hub_repos import Reply
+from support.hub import SECRET, head, offline, weights
+from support.hub_routes import Reply
 
 from kconv.checkpoint.bytes import digest
 from kconv.checkpoint.source import resolve

@@ -1,8 +1,8 @@
 """Each way in which the Hub, the network, the token or the cache fails, by its own name and with its fix."""
 
 import pytest
-from support.hub_head import SECRET, head, offline
-from support.hub_repos import Reply, refusal
+from support.hub import SECRET, head, offline
+from support.hub_routes import Reply, refusal
 
 from kconv.checkpoint.hub import fetch_dataset_file
 from kconv.checkpoint.source import resolve

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.hub_head import head, offline
-from support.hub_repos import Reply
+from support.hub import head, offline
+from support.hub_routes import Reply
 
 from kconv.checkpoint.source import resolve
 from kconv.errors import DownloadDamaged, HubUnreachable, KconvError, NotACheckpoint

@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
-from support.growth import LINEAR, growth
+from support.fuzzing import LINEAR, growth
 from support.heads import MLA, random_slots, write_head
 
 from kconv.checkpoint.bytes import Look, Wanted

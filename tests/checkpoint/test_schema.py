@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import BaseModel, ConfigDict
-from support.growth import LINEAR, growth
+from support.fuzzing import LINEAR, growth
 
 from kconv.checkpoint import schema
 from kconv.checkpoint.schema import load_json, load_yaml

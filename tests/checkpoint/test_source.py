@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from safetensors import safe_open
-from support.hub_head import head, weights
+from support.hub import head, weights
 
 from kconv.checkpoint.bytes import digest
 from kconv.checkpoint.folder import INDEX, open_checkpoint

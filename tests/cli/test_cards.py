@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 from huggingface_hub import ModelCard
 from support.heads import MLA, random_slots, write_head
-from support.license_texts import APACHE, KIMI, MIT
+from support.releases import APACHE, KIMI, MIT
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.cli import main

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from safetensors.torch import load_file, save
 from support.heads import GQA, MLA, TARGET, random_slots, write_head
-from support.hub_repos import Reply
+from support.hub_routes import Reply
 
 from kconv.checkpoint.manifest import read_manifest
 from kconv.cli import main

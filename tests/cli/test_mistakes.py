@@ -17,9 +17,9 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
-from support.fault import GQA_VLLM, MLA_VLLM, MODELOPT_GQA
+from support.faults import GQA_VLLM, MLA_VLLM, MODELOPT_GQA
 from support.heads import TARGET
-from support.hub_head import offline
+from support.hub import offline
 from support.published import EAGLE3
 
 import kconv

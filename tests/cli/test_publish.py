@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from click.testing import CliRunner
-from support.hub_repos import Reply, refusal
+from support.hub_routes import Reply, refusal
 from support.releases import FLOOR, SUITE, write_acceptance, write_release, write_report
 
 from kconv.cli import main

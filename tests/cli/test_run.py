@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 from click.testing import CliRunner
-from support.hub_repos import Reply
-from support.releases import write_acceptance
-from support.releasing import REPO, TOKEN, write_inputs
+from support.hub_routes import Reply
+from support.releases import REPO, TOKEN, write_acceptance, write_inputs
 
 from kconv.cli import main
 

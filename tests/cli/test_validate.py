@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import save, save_file
 from support.changes import P, drop, edit, nest, one_nan, put
-from support.fault import GQA_VLLM, MLA_VLLM, MODELOPT_GQA, REDUCED, Fault
+from support.faults import GQA_VLLM, MLA_VLLM, MODELOPT_GQA, REDUCED, Fault
 from support.good_heads import GOOD, trained_slots
 from support.heads import GQA, TARGET
 from support.published import CAPTURED, EAGLE3, RESIDUAL, THETA

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.changes import also, drop, edit, nest, put
-from support.fault import GQA_VLLM, MLA_VLLM, REDUCED, Fault
-from support.faults import FAULTS
+from support.faults import FAULTS, GQA_VLLM, MLA_VLLM, REDUCED, Fault
 from support.good_heads import GOOD
 
 from kconv.checkpoint.folder import open_checkpoint

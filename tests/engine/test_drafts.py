@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.heads import random_slots, write_head
-from support.kimi import KIMI_MLA, small
+from support.heads import KIMI_MLA, random_slots, small, write_head
 from support.record_drafts import Recorded, record
 
 from kconv.checkpoint.folder import open_checkpoint

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import yaml
+from support.commands import NAMES, ran
 from support.heads import GQA, MLA
-from support.shells import NAMES, ran
 
 from kconv.engines.base import Deployment, needs_code
 from kconv.engines.registry import launch_files

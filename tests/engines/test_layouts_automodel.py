@@ -10,8 +10,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from support.heads import GQA, MLA, random_slots, write_head
-from support.kimi import YARN
+from support.heads import GQA, MLA, YARN, random_slots, write_head
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import Hints, verify

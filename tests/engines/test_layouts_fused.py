@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.configs import TORCHSPEC_MLA, cut
-from support.named import GQA_PARTS, LLAMA, LM_HEAD, MLA, NVIDIA, OUTSIDE, fill, layer, without, write
+from support.published import GQA_PARTS, LLAMA, LM_HEAD, MLA, NVIDIA, OUTSIDE, fill, layer, without, write
 
 from kconv.checkpoint.manifest import Hints
 from kconv.convert.execute import execute

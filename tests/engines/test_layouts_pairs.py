@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from support.good_heads import can_make, make_config
 from support.heads import GQA, MLA, random_slots, read_bytes, write_head
-from support.makers import can_make, make_config
 from support.strategies import portable_specs, uneven_specs
 
 from kconv.checkpoint.folder import open_checkpoint

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.heads import GQA, MLA, random_slots, read_bytes, write_head
-from support.kimi import ATTENTION
+from support.heads import ATTENTION, GQA, MLA, random_slots, read_bytes, write_head
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.formats import HEAD_SCALES

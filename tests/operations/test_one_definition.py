@@ -11,7 +11,7 @@ import click
 import pytest
 from click.testing import CliRunner
 from support.heads import GQA, TARGET, random_slots, write_head
-from support.releasing import carry_out
+from support.releases import carry_out
 
 import kconv
 from kconv.checkpoint.manifest import MANIFEST

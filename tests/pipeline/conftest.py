@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 from support.hub import hub
-from support.releases import write_acceptance
-from support.releasing import TOKEN, carry_out, write_inputs
+from support.releases import TOKEN, carry_out, write_acceptance, write_inputs
 
 __all__ = ["hub"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.configs import TORCHSPEC_MLA, cut
 from support.heads import MLA, TARGET, random_slots, write_head
-from support.releasing import carry_out, planned, ran
+from support.releases import carry_out, planned, ran
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.read import read_head

@@ -7,7 +7,7 @@ import os
 import shutil
 
 import pytest
-from support.releasing import REPO, carry_out, changed, ran
+from support.releases import REPO, carry_out, changed, ran
 
 from kconv.checkpoint.manifest import read_manifest, verify
 from kconv.errors import (

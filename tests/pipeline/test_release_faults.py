@@ -17,8 +17,7 @@ import pytest
 import yaml
 from support import releaser
 from support.published import EAGLE3
-from support.releases import write_acceptance
-from support.releasing import REPO, carry_out, changed, planned, ran, write_inputs
+from support.releases import REPO, carry_out, changed, planned, ran, write_acceptance, write_inputs
 
 from kconv.checkpoint.manifest import verify
 from kconv.errors import (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.releasing import carry_out, planned
+from support.releases import carry_out, planned
 
 from kconv.errors import (
     OutputFailed,

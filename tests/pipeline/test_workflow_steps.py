@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from support.hub import Hub
-from support.releases import LICENSE, write_acceptance
-from support.releasing import REPO, TOKEN, carry_out, write_inputs
+from support.releases import LICENSE, REPO, TOKEN, carry_out, write_acceptance, write_inputs
 
 ROOT = Path(__file__).parent.parent.parent
 FLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "release-head.yml").read_text())

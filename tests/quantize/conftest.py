@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
+from support.families import write_target
 from support.quantized_targets import make_form
-from support.tiny_targets import write_target
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.quantize.calibration import data_free

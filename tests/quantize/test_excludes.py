@@ -3,7 +3,7 @@
 from fnmatch import fnmatch
 
 import pytest
-from support.kimi import linear_modules
+from support.heads import linear_modules
 
 from kconv.quantize.plan import exclude_modules
 from kconv.quantize.recipe import builtin_recipes, load_recipe

@@ -10,9 +10,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
-from support.good_heads import trained_slots
+from support.good_heads import make_config, trained_slots
 from support.heads import FITTING_GQA, FITTING_MLA, read_bytes, write_head
-from support.makers import make_config
 
 from kconv.cards.sections import conversion
 from kconv.checkpoint.folder import open_checkpoint

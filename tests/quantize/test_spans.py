@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.stored_weights import COLUMNS, STORES, store_weight
+from support.quantized_targets import COLUMNS, STORES, store_weight
 
 from kconv.quantize.pack import scale_2
 from kconv.quantize.stream import largest, pack_stored

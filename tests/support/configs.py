@@ -10,8 +10,8 @@ from kconv.drafters.eagle3 import EAGLE3
 from kconv.drafters.spec import HeadSpec, Mla
 from kconv.engines import by_name
 
-from .kimi import KIMI_MHA as KIMI_MHA
-from .kimi import KIMI_MLA as KIMI_MLA
+from .heads import KIMI_MHA as KIMI_MHA
+from .heads import KIMI_MLA as KIMI_MLA
 
 _EAGLE = {
     "eagle_aux_hidden_state_layer_ids": [1, 29, 57],

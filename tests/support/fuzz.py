@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from kconv.cli import main as kconv
 from kconv.engines import BY_NAME
 
-from . import heads, makers
+from . import good_heads, heads
 from .fuzzing import kind_of, run_examples
 from .mutate import change
 
@@ -72,7 +72,7 @@ def make_heads(root: Path) -> list[Path]:
     for name, spec in HEADS.items():
         layout = BY_NAME[name]
         made.append(
-            heads.write_head(root / name, layout, spec, heads.random_slots(spec), makers.make_config(layout, spec))
+            heads.write_head(root / name, layout, spec, heads.random_slots(spec), good_heads.make_config(layout, spec))
         )
     shards = root / "shards"
     shutil.copytree(made[1], shards)

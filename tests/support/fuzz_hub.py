@@ -29,8 +29,8 @@ from kconv.errors import KconvError
 from . import mutate
 from .fuzzing import run_examples
 from .hub import Hub, client_env
-from .hub_head import head as published_head
-from .hub_repos import Call, Reply
+from .hub import head as published_head
+from .hub_routes import Call, Reply
 from .releases import write_release
 
 REPO, TOKEN = "org/head", "hf_" + "aVerySecretTokenOfNobody"

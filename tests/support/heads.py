@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,11 +15,87 @@ from safetensors.torch import load_file, save_file
 from kconv.checkpoint.header import byte_size
 from kconv.checkpoint.tensors import TORCH
 from kconv.drafters.slots import needs
-from kconv.drafters.spec import Gqa, HeadSpec, Linear, Llama3, Mla, Norms, Rope, Tokens
+from kconv.drafters.spec import Gqa, HeadSpec, Linear, Llama3, Mla, Norms, Rope, Tokens, Yarn
 from kconv.engines.layout import Layout, stored
 
-from .kimi import KIMI_MLA, YARN, small
-from .safetensors_bytes import entry, write_raw
+YARN = Yarn(factor=64.0, original_max_positions=4096, beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)
+KIMI_MLA = HeadSpec(
+    attention=Mla(64, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
+    hidden=7168,
+    target_hidden=7168,
+    intermediate=18432,
+    layers=1,
+    vocab=163840,
+    draft_vocab=163840,
+    rope=Rope(50000.0, YARN),
+    captured=(1, 29, 57),
+    eps=1e-5,
+    dtype="BF16",
+    max_positions=262144,
+)
+KIMI_MHA = replace(
+    KIMI_MLA,
+    attention=Gqa(64, 64, 128),
+    intermediate=12288,
+    eps=1e-6,
+    rope=Rope(50000.0, replace(YARN, beta_fast=32.0)),
+)
+
+
+def small(base: HeadSpec, width: int, vocab: int, **changes: Any) -> HeadSpec:
+    """Return a spec cut down to a width and a vocabulary, with further fields changed."""
+    dims = {"hidden": width, "target_hidden": width, "vocab": vocab, "draft_vocab": vocab}
+    return replace(base, **dims | {"captured": (1, 3, 5)} | changes)
+
+
+MLP = ("gate_proj", "up_proj", "down_proj")
+ATTENTION = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+
+
+def linear_modules(prefix: str, *, layers: int, experts: int) -> list[str]:
+    """Return the names, a dense layer first; with a vision tower where there is a prefix."""
+    names = [f"{prefix}lm_head"]
+    for layer in range(layers):
+        base = f"{prefix}model.layers.{layer}"
+        names += [f"{base}.self_attn.{part}" for part in ATTENTION]
+        if layer == 0:
+            names += [f"{base}.mlp.{part}" for part in MLP]
+        else:
+            names += [f"{base}.mlp.gate", *(f"{base}.mlp.shared_experts.{part}" for part in MLP)]
+            names += [f"{base}.mlp.experts.{i}.{part}" for i in range(experts) for part in MLP]
+    if prefix:
+        names += ["vision_tower.encoder.blocks.0.wqkv", "mm_projector.proj.0"]
+    return names
+
+
+def entry(dtype: str, shape: list, begin: int, end: int) -> dict[str, Any]:
+    """Return one tensor's header entry."""
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+# A sound file.
+GOOD = {
+    "__metadata__": {"format": "pt"},
+    "a": entry("F32", [2, 3], 0, 24),
+    "b": entry("BF16", [4], 24, 32),
+    "empty": entry("I64", [0, 7], 32, 32),
+    "scalar": entry("BOOL", [], 32, 33),
+}
+DATA = bytes(range(33))
+
+
+def write_raw(
+    file: Path, header: dict[str, Any] | bytes, data: bytes = b"", *, length: int | None = None, space: str = " "
+) -> Path:
+    """Write a file from a header, as an object or as its very bytes, and data.
+
+    `length` is what the file claims; `space` stands behind a header's commas and colons, where libraries write nothing.
+    """
+    separators = f",{space}", f":{space}"
+    text = header if isinstance(header, bytes) else json.dumps(header, separators=separators).encode()
+    file.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+    return file
+
 
 MLA = small(KIMI_MLA, 48, 64, attention=Mla(4, 24, 32, 12, 8, 16), intermediate=40)
 GQA = replace(MLA, attention=Gqa(4, kv_heads=2, head_dim=16), rope=Rope(10000.0), max_positions=1024)

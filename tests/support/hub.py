@@ -19,10 +19,9 @@ from socket import SHUT_RDWR
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
-from support.hub_datasets import DATASETS
-from support.hub_read import READ
-from support.hub_repos import Call, Refused, Reply, Repo
-from support.hub_write import WRITE
+import torch
+from safetensors.torch import save
+from support.hub_routes import DATASETS, READ, WRITE, Call, Refused, Reply, Repo
 from support.loopback import PatientServer
 
 # HEAD is answered as GET, without its body.
@@ -234,3 +233,27 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     yield standing
     close_session()
     standing.close()
+
+
+SECRET = "hf_aVerySecretToken"
+
+
+def weights(fill: float = 1.0) -> dict[str, torch.Tensor]:
+    """Return tensors of a megabyte."""
+    return {"fc.weight": torch.full((512, 512), fill), "norm.weight": torch.ones(512, dtype=torch.bfloat16)}
+
+
+def head(fill: float = 1.0) -> dict[str, bytes]:
+    """Return the files of a repository: one safetensors of a megabyte, and some that kconv has no use for."""
+    return {
+        "config.json": b'{"hidden_size": 512}',
+        "model.safetensors": save(weights(fill)),
+        "README.md": b"# a head\n",
+        "optimizer.pt": b"a pickle, as far as anybody knows",
+        "checkpoint-1/model.safetensors": save(weights(9.0)),
+    }
+
+
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take huggingface_hub offline, as HF_HUB_OFFLINE does."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -1,25 +1,44 @@
-"""Folders that are ready to be published, small, with random weights; their evidence is made up but consistent."""
+"""Releases that are ready, their evidence and license texts, made up but consistent; and how tests publish them."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 from support.heads import MLA, random_slots, write_head
+from support.hub import Hub
 
-from kconv.bench.acceptance import read_acceptance
+from kconv.bench.acceptance import AcceptanceRow, read_acceptance
 from kconv.cards.card import make_card
 from kconv.cards.evidence import Evidence
+from kconv.cards.publish.floor import read_floor
+from kconv.cards.publish.options import PublishOptions
+from kconv.cards.publish.release import open_candidate
+from kconv.cards.publish.run import Published, prepare, preview
+from kconv.cards.publish.run import publish as run
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import read_manifest
 from kconv.convert.execute import execute
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
 from kconv.engines import by_name
-from kconv.measure.figures import AcceptanceFigures, Figures, ParityFigures, TextFigures
+from kconv.measure.figures import (
+    AcceptanceFigures,
+    EngineFigures,
+    Figures,
+    ParityFigures,
+    PartFigures,
+    StepFigures,
+    TextFigures,
+)
+from kconv.pipeline.preview import Preview, preview_release
+from kconv.pipeline.recipe import parse_release
+from kconv.pipeline.run import Outcome, Selection, run_release
 from kconv.validate.report import Report, read_report
 
 FRONT = {
@@ -132,3 +151,153 @@ def make_inexact(folder: Path) -> None:
     stated = json.loads(manifest.read_text()) | {"exact": False}
     next(step for step in stated["tensors"] if step["output"]["dtype"] == "BF16")["action"] = "converted"
     manifest.write_text(json.dumps(stated))
+
+
+SPEC = replace(MLA, dtype="F32")
+
+
+def write_inputs(folder: Path) -> dict[str, Any]:
+    """Write what a release starts from, and return its recipe as plain values."""
+    source = write_head(folder / "source", by_name("trtllm"), SPEC, random_slots(SPEC))
+    (source / "LICENSE").write_text(LICENSE)
+    # Measured later; a recipe's files have to be there before anything is computed.
+    (folder / "acceptance.json").write_text("{}")
+    return {
+        "name": "a-release",
+        "min_acceptance": FLOOR | SUITE | {"prompts": 80, "at_least": 2.5},
+        "facts": {"base_model": "org/target", "license": {"id": "mit"}},
+        "steps": {
+            "vllm": {"do": "convert", "head": str(source), "to": "vllm"},
+            "trtllm": {"do": "convert", "head": "$vllm", "to": "trtllm", "dtype": "bfloat16"},
+            "sglang": {"do": "convert", "head": "$vllm", "to": "sglang"},
+            "report": {"do": "validate", "head": "$vllm", "source": str(source)},
+            "card": {
+                "do": "card", "head": "$vllm", "report": "$report/report.json", "source": str(source),
+                "acceptance": [str(folder / "acceptance.json")], "chart": False,
+            },
+            "publish": {"do": "publish", "folder": "$card", "repo": REPO, "tag": "v1"},
+        },
+    }  # fmt: skip
+
+
+def changed(values: dict[str, Any], step: str, **parameters: Any) -> dict[str, Any]:
+    """Return a recipe with other parameters of one step."""
+    values = copy.deepcopy(values)
+    values["steps"][step] |= parameters
+    return values
+
+
+def carry_out(values: dict[str, Any], root: Path, **selection: Any) -> dict[str, Outcome]:
+    """Carry out a recipe, and return what became of each step; a fault is raised."""
+    outcomes: list[Outcome] = []
+    text = yaml.safe_dump(values, sort_keys=False)
+    run_release(parse_release(text), text, root, Selection(**selection), lambda _: None, outcomes.append)
+    return {outcome.name: outcome for outcome in outcomes}
+
+
+def ran(outcomes: dict[str, Outcome]) -> list[str]:
+    """Return the steps that were made, not found."""
+    return [name for name, one in outcomes.items() if one.status == "made"]
+
+
+def planned(values: dict[str, Any], root: Path, **selection: Any) -> Preview:
+    """Return what a recipe would do."""
+    text = yaml.safe_dump(values, sort_keys=False)
+    return preview_release(parse_release(text), text, root, Selection(**selection))
+
+
+TOKEN, REPO, TAG = "hf_aVerySecretTokenOfNobody", "org/head", "v1"
+
+
+def publish(folder: Path, tag: str = TAG, **wish) -> Published:
+    candidate = open_candidate(folder, None, (), read_floor(folder))
+    return run(prepare(candidate), PublishOptions(repo=REPO, tag=tag, **wish), lambda _: None)
+
+
+def dry(folder: Path, **wish) -> Published:
+    candidate = open_candidate(folder, None, (), read_floor(folder))
+    return preview(prepare(candidate), PublishOptions(repo=REPO, tag=TAG, **wish), lambda _: None)
+
+
+def holds(hub: Hub, folder: Path, revision: str = TAG) -> bool:
+    """Say whether a revision holds the folder's files, byte for byte, and nothing else."""
+    held = hub.repos[REPO]
+    sha = held.find(revision)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    return sha is not None and held.commits[sha] == files | {".gitattributes": held.commits[sha][".gitattributes"]}
+
+
+def writes(hub: Hub) -> list[str]:
+    return [f"{s.call.method} {s.call.path}" for s in hub.served if s.call.method not in ("GET", "HEAD")]
+
+
+KINDS = ("held-out", "sampled", "greedy")
+
+
+def acceptance(kind, drafter: str, category: str = "") -> AcceptanceFigures:
+    rates = (0.6, 0.3, 0.1) if drafter == "source" else (0.5, 0.2, 0.05)
+    return AcceptanceFigures(
+        drafter=drafter, text=kind, steps=3, drafts=100, length=1 + sum(rates), standard_error=0.05, rates=rates,
+        note="", category=category, sequences=8, rate_errors=(0.02, 0.02, None),
+    )  # fmt: skip
+
+
+def parity(kind, category: str = "") -> ParityFigures:
+    shared = {"relative_error": 0.1, "rms_error": 0.02, "kl": 0.003, "top1": 0.97}
+    steps = tuple(StepFigures(step=n, **shared, rate_difference=-0.1 / n, rate_difference_se=0.01) for n in (1, 2, 3))
+    return ParityFigures(
+        text=kind, steps=3, **shared, length_difference=-0.25, length_difference_se=0.03, category=category,
+        by_step=steps,
+    )  # fmt: skip
+
+
+ENGINE = EngineFigures(
+    engine="vllm", url="", prompts=8, new_tokens=24, steps=3, same_output=7, reference="the same engine", drafts=90,
+    accepted=120, per_position=(70, 40, 10), length=2.3333, expected_drafts=91, expected_per_position=(70, 39, 10),
+    expected_length=2.3077,
+)  # fmt: skip
+
+
+def report(part_error: float = 0.01, **figures) -> Report:
+    drafters = ("source", "output")
+    full = {
+        "acceptance": tuple(acceptance(kind, d) for kind in KINDS for d in drafters),
+        "acceptance_by_category": tuple(
+            acceptance(kind, d, c) for kind in KINDS for c in ("writing", "math") for d in drafters
+        ),
+        "parity": tuple(parity(kind) for kind in KINDS),
+        "parity_by_category": tuple(parity(kind, c) for kind in KINDS for c in ("writing", "math")),
+        "parts": tuple(
+            PartFigures(part=part, text=kind, relative_error=error, rms_error=error)
+            for kind in KINDS
+            for part, error in (("fc", 0.0), ("attention", part_error), ("mlp", part_error / 10))
+        ),
+        "engine": ENGINE,
+    }
+    return Report(subject="head", figures=Figures(**(full | figures)))
+
+
+FULL = {
+    "metric": "al_incl_bonus", "value": 2.5, "draft_tokens": 3, "tree": "chain", "averaging": "macro_request",
+    "engine": "vllm", "engine_version": "0.32.0", "target": "moonshotai/Kimi-K2.6", "precision": "NVFP4",
+    "temperature": 0.0, "dataset": "MT-Bench", "revision": "a" * 40, "category": "math", "prompts": 10,
+    "max_tokens": 1024, "date": "2026-11-21", "measured_by": "self",
+}  # fmt: skip
+
+
+def row(**changes) -> AcceptanceRow:
+    return AcceptanceRow.model_validate(FULL | changes)
+
+
+NVIDIA = "NVIDIA Open Model License Agreement\nof a Derivative Model, and so on.\n"
+MIT = (
+    "MIT License\n\nCopyright (c) 2025 Someone\n\nPermission is hereby granted, free of charge, ...\n"
+    "all copies or substantial portions of the Software.\n"
+)
+KIMI = (
+    "Modified MIT License\n\nCopyright (c) 2025 Moonshot AI\n\nPermission is hereby granted, free of\ncharge, ... "
+    "substantial portions of the Software ... you shall prominently\n"
+    "display “Kimi K2.6” on the user\ninterface of it.\n"
+)
+APACHE = "Apache License\n  Version 2.0, January 2004\n"
+TEXTS = {"nvidia-open-model-license": NVIDIA, "modified-mit": KIMI, "mit": MIT, "apache-2.0": APACHE}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.tiny_targets import LAYERS, MODELS, VOCAB, write_target
+from support.families import LAYERS, MODELS, VOCAB, write_target
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gemma2Config, Gemma2ForCausalLM
 
 from kconv.checkpoint.source import Folder

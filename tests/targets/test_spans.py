@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.stored_weights import COLUMNS, ROWS, STORES, store_weight
+from support.quantized_targets import COLUMNS, ROWS, STORES, store_weight
 
 # Rows of a span: fewer than a block of FP8, which is not cut, and two blocks; the last span is a shorter one.
 CUTS = [(7, [7] * 42 + [6], [128, 128, 44]), (256, [256, 44], [256, 44])]

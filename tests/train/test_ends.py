@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.hub_repos import Reply
+from support.hub_routes import Reply
 
 from kconv.checkpoint.source import Folder, resolve
 from kconv.errors import HubUnreachable, StatesInvalid, TargetTooLarge

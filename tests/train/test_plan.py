@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from support.heads import write_sparse
-from support.kimi import KIMI_MLA
-from support.makers import make_config
+from support.good_heads import make_config
+from support.heads import KIMI_MLA, write_sparse
 from torch.profiler import ProfilerActivity, profile
 
 from kconv.checkpoint.source import Folder

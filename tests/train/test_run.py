@@ -9,7 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
-from support.tiny_targets import write_target
+from support.families import write_target
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import ConversionRecord, Hints, verify

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.changes import Change, put, to_inner
-from support.fault import GQA_VLLM, MLA_VLLM, SPECULATORS, Fault
+from support.faults import GQA_VLLM, MLA_VLLM, SPECULATORS, Fault
 from support.good_heads import SGLANG, TRTLLM, VLLM, Good
 from support.heads import MLA
 

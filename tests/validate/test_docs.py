@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 from support.changes import drop
-from support.fault import MLA_VLLM, Fault
+from support.faults import MLA_VLLM, Fault
 
 from kconv.checkpoint.source import Folder
 from kconv.validate.report import Report

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from support.reports import report
+from support.releases import report
 
 from kconv.measure.figures import Figures
 from kconv.validate.html import to_html

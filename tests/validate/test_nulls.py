@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from support.changes import Change, also, nest, put
-from support.fault import Fault
+from support.faults import Fault
 from support.good_heads import SGLANG, TRTLLM, VLLM, VLLM_V1, VLLM_V2, Good
 from support.heads import GQA, MLA
 

@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.kimi import linear_modules
+from support.heads import linear_modules
 from support.quantized_targets import make_form
 from support.target_faults import FAULTS, K_SCALE, V_SCALE, block, both, excludes, kv_scale, side_block, write_changed
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.reports import ENGINE, report
+from support.releases import ENGINE, report
 
 from kconv.errors import OutputFailed
 from kconv.validate.markdown import illustrate, to_markdown

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.changes import Change, also, put, rope
-from support.fault import FACTOR, Fault
+from support.faults import FACTOR, Fault
 from support.good_heads import SGLANG, TRTLLM, VLLM, Good
 from support.heads import GQA, MLA
 

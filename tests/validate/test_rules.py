@@ -10,8 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.changes import P, drop, nest, put
-from support.fault import GQA_TRT, GQA_VLLM, MLA_VLLM, MODELOPT_GQA, REDUCED, Fault, good, write_target
-from support.faults import FAULTS
+from support.faults import FAULTS, GQA_TRT, GQA_VLLM, MLA_VLLM, MODELOPT_GQA, REDUCED, Fault, good, write_target
 from support.good_heads import GOOD, SGLANG, TRTLLM, VLLM_V1, VLLM_V2, Good
 from support.heads import GQA, MLA, TARGET
 from support.published import EAGLE3

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from support.heads import write_head
-from support.weight_bed import ROUNDINGS, STEPS, Bed, make_bed
-from support.weight_faults import FAULTS
+from support.weight_faults import FAULTS, ROUNDINGS, STEPS, Bed, make_bed
 from torch import Tensor
 
 from kconv.checkpoint.bytes import digest, file_digest

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.kimi import KIMI_MLA, small
+from support.heads import KIMI_MLA, small
 
 from kconv.drafters.forward import DraftHead
 from kconv.drafters.slots import needs

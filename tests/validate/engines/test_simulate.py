@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.fault import write_target
+from support.faults import write_target
 from support.good_heads import GOOD
 from support.heads import TARGET
 
