@@ -30,7 +30,7 @@ from ..checkpoint.schema import (
 from ..errors import RecipeInvalid
 from ..operations import OPERATIONS, load
 from ..operations.base import Operation
-from ..options import in_recipe, plain_name, spell
+from ..options import Kind, in_recipe, plain_name, spell
 from ..strict import StrictModel
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,39}")
@@ -54,7 +54,7 @@ class Input:
 
     field: str
     value: str
-    kind: str
+    kind: Kind | None
     id_too: bool
     made: tuple[str, str] | None
 
