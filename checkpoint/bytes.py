@@ -48,7 +48,6 @@ class Entry:
     """A tensor to be written.
 
     Attributes:
-        name, dtype, shape: as in the header.
         chunks: called once, when the tensor's turn comes; yields its bytes in order, in whole elements. Each chunk must
         stay unchanged while the next `AHEAD` are requested.
     """
@@ -64,11 +63,9 @@ class Written:
     """A file that was written.
 
     Attributes:
-        file: its name.
         size: in bytes.
         sha256: of the whole file, as the Hub shows it.
         digests: each tensor's blake3.
-        values: a summary of each tensor's values.
     """
 
     file: str
@@ -83,7 +80,6 @@ class Wanted:
     """What to compute from one file, whose bytes are read once.
 
     Attributes:
-        file: the file.
         whole: whether to compute the sha256 of the whole file.
         digests: the tensors, or parts of tensors, to hash with blake3.
         values: the tensors whose values to check.
@@ -121,7 +117,6 @@ def _readable(file: Path) -> Generator[None]:
 
 
 def _exactly(file: FileIO, info: TensorInfo, ring: Iterator[memoryview]) -> Iterator[memoryview]:
-    """Yield a tensor's bytes, read into a ring of buffers."""
     left = info.size
     for view in _pieces(file, info.begin, info.begin + info.size, ring):
         left -= len(view)
@@ -151,12 +146,7 @@ def _pieces(file: FileIO, begin: int, end: int, ring: Iterator[memoryview]) -> I
 
 
 def read_floats(info: TensorInfo, rows: Sequence[int] | None = None) -> np.ndarray:
-    """Read a BF16, F16 or F32 tensor as float32, without torch.
-
-    Args:
-        info: the tensor.
-        rows: the rows of a matrix to read, in this order; None reads all.
-    """
+    """Read a BF16, F16 or F32 tensor as float32, without torch: all of it, or these rows of a matrix in this order."""
     if rows is None:
         return to_floats(b"".join(map(bytes, stream(info))), info.dtype).reshape(info.shape)
     width = info.size // info.shape[0]
@@ -198,13 +188,11 @@ class _Sha256:
         self._other.shutdown()
 
     def update(self, chunk: bytes | memoryview) -> None:
-        """Add the next bytes, once no more than `AHEAD` chunks wait."""
         if len(self._waiting) == AHEAD:
             self._waiting.popleft().result()
         self._waiting.append(self._other.submit(self._hash.update, chunk))
 
     def hexdigest(self) -> str:
-        """Return the digest of all bytes added."""
         for one in self._waiting:
             one.result()
         return self._hash.hexdigest()
@@ -221,8 +209,6 @@ class _Span:
     Attributes:
         info: the tensor that these bytes belong to; errors name it.
         place: the offset and the number of bytes.
-        end: the offset after the last byte.
-        hashed: whether to compute the blake3.
         scanned: the shapes and dtypes for the value check.
         parts: spans inside this one that are hashed on their own.
     """
@@ -253,9 +239,6 @@ class Look:
     A file whose sha256 is wanted is read by one thread, which also checks its tensors, and hashed by another. The
     tensors of other files are shared out among threads. As many files are read at once as there are processors, each
     through a few chunks. A read error is raised when a caller asks for a result that it prevented.
-
-    Args:
-        wanted: the files; requests for the same file are merged.
     """
 
     def __init__(self, wanted: Iterable[Wanted]) -> None:
@@ -283,11 +266,7 @@ class Look:
         self._pool.shutdown(cancel_futures=True)
 
     def sha256(self, file: Path) -> str:
-        """Return the sha256 of a file when it has been read; a file that was not requested is read now.
-
-        Raises:
-            NotACheckpoint, CorruptHeader: see `stream`.
-        """
+        """Return the sha256 of a file when it has been read; a file that was not requested is read now."""
         if file not in self._files:
             with _readable(file):
                 return file_digest(file)
@@ -382,7 +361,6 @@ def write_safetensors(
     Tensors are ordered by falling dtype width, then by name, so that each is aligned to its dtype.
 
     Args:
-        file: the file to create; it must not exist.
         entries: what to write; memory use is a few chunks, whatever the sizes.
         check: called after each tensor with its name and the summary of its values; may raise.
         advance: called with the number of bytes written since the last call.
@@ -443,7 +421,6 @@ class _Sink:
         self.size = 0
 
     def write(self, chunk: bytes | memoryview) -> None:
-        """Append a chunk."""
         view = memoryview(chunk)
         while view:
             count = self._file.write(view)

@@ -36,9 +36,6 @@ class Checkpoint:
     """A folder of safetensors, with its headers read but not its weights.
 
     Attributes:
-        folder: its path.
-        config: its config.json.
-        tensors: its tensors, by name.
         source: how the user named it: a path, or a hub id with its resolved revision.
         headers_only: the weights are on the Hub; `folder` and the tensors' files are names there, not paths.
     """
@@ -55,7 +52,6 @@ class Checkpoint:
         return sorted(self.by_file())
 
     def by_file(self) -> dict[Path, list[TensorInfo]]:
-        """Return the tensors of each weight file."""
         found: dict[Path, list[TensorInfo]] = {}
         for info in self.tensors.values():
             found.setdefault(info.file, []).append(info)
@@ -97,17 +93,7 @@ def gather(
     index: Mapping[str, Any] | None,
     read: ReadHeader = read_header,
 ) -> dict[str, TensorInfo]:
-    """Gather the tensors of a folder's safetensors files; with an index, only those that it names.
-
-    Args:
-        folder: where the files are, here or on the Hub.
-        names: the names of all its files.
-        index: the contents of its index file, if it has one.
-        read: reads the header of one file.
-
-    Raises:
-        NotACheckpoint, CorruptIndex, CorruptHeader: see `open_checkpoint`.
-    """
+    """Gather the tensors of a folder's safetensors files; with an index, only those that it names."""
     return _from_files(folder, names, read) if index is None else _from_index(folder, names, index, read)
 
 
@@ -149,11 +135,6 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def list_names(folder: Path) -> set[str]:
-    """Return the names of a checkpoint folder's files.
-
-    Raises:
-        NotACheckpoint: there is no such folder.
-    """
     try:
         return {entry.name for entry in folder.iterdir()}
     except OSError as fault:
@@ -161,7 +142,6 @@ def list_names(folder: Path) -> set[str]:
 
 
 def _no_folder(path: Path, fault: OSError) -> NotACheckpoint:
-    """Return the error for a path that is not a folder, with what to pass instead."""
     if isinstance(fault, NotADirectoryError) and path.is_file():
         for mark, (what, fix) in OTHERS.items():
             if path.name.endswith(mark):
@@ -287,20 +267,11 @@ def locate(
     fetch: Callable[[str], Path],
     read: Callable[[str], dict[str, TensorInfo]] | None = None,
 ) -> dict[str, TensorInfo]:
-    """Find some tensors of a checkpoint.
+    """Find some tensors of a checkpoint; those that it lacks are left out.
 
     Args:
-        wanted: tensor names.
-        files: names of the checkpoint's files.
         fetch: returns the path of a file, and may download it.
         read: returns a file's header without downloading the file; None to fetch the file instead.
-
-    Returns:
-        The tensors that the checkpoint has, by name.
-
-    Raises:
-        ConfigInvalid, CorruptIndex, CorruptHeader: the index, or a file that should hold one of them, is wrong; or two
-        files hold the same tensor.
     """
     wanted, files = set(wanted), set(files)
     shards = {name for name in files if name.endswith(".safetensors")}

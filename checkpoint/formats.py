@@ -67,7 +67,6 @@ class FormatTensor:
     Attributes:
         dtypes: the safetensors dtypes it may have; the first is what kconv writes.
         shapes: the shapes it may have, from the weight's rows and columns; the first is what kconv writes.
-        is_needed: whether reading the weight requires it.
         rows: how many of the weight's rows one row of it covers; 0 if it is read whole.
     """
 
@@ -83,13 +82,7 @@ class FormatTensor:
 
 
 class PartFault(NamedTuple):
-    """What keeps a tensor from being a part of a quantized weight.
-
-    Attributes:
-        kind: what is wrong.
-        name: the tensor's.
-        what: a phrase that follows a name, e.g. "is F32, not F8_E4M3".
-    """
+    """What keeps a tensor from being a part of a quantized weight; `what` follows its name: "is F32, not F8_E4M3"."""
 
     kind: Literal["missing", "dtype", "shape"]
     name: str
@@ -102,7 +95,6 @@ class StoredFormat(ABC):
 
     Attributes:
         name: ModelOpt's `quant_algo`, if it has one.
-        title: what a user reads of it.
         form: what manifests and messages call a target in it; empty if no target is read in it.
         values, scale: the suffixes of the values, and of the scales with a dim.
         mark: the suffix of the tensor that tells this format from the others.
@@ -155,7 +147,6 @@ class StoredFormat(ABC):
         return "BF16"
 
     def shape(self, parts: Mapping[str, TensorInfo]) -> tuple[int, int]:
-        """Return a weight's rows and columns."""
         rows, stored = parts[self.values].shape
         return rows, stored * self.columns
 
@@ -172,11 +163,7 @@ class StoredFormat(ABC):
         }
 
     def parts(self, module: str, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-        """Return the tensors from which a module's weight is read, by suffix.
-
-        Raises:
-            QuantizedWeightInvalid: one is missing, or has a dtype or a shape that the format does not have.
-        """
+        """Return the tensors from which a module's weight is read, by suffix."""
         named = {suffix: f"{module}.{suffix}" for suffix, tensor in self.tensors.items() if tensor.is_needed}
         found = {suffix: tensors[name] for suffix, name in named.items() if name in tensors}
         for fault in self.faults(module, found):
@@ -297,7 +284,6 @@ class Nvfp4(StoredFormat):
 
     @classmethod
     def from_config(cls, block: Mapping[str, Any], where: object) -> StoredFormat | None:
-        """See `stated_format`."""
         if not str(block.get("quant_method")).startswith("modelopt"):
             return None
         algorithm = block.get("quant_algo")
@@ -384,7 +370,6 @@ class Fp8Blocks(StoredFormat):
 
     @classmethod
     def from_config(cls, block: Mapping[str, Any], where: object) -> StoredFormat | None:
-        """See `stated_format`."""
         if block.get("quant_method") != "fp8":
             return None
         match block:
@@ -482,7 +467,6 @@ class Int4(StoredFormat):
 
     @classmethod
     def from_config(cls, block: Mapping[str, Any], where: object) -> StoredFormat | None:
-        """See `stated_format`."""
         if (block.get("quant_method"), block.get("format")) != ("compressed-tensors", "pack-quantized"):
             return None
 
@@ -537,11 +521,7 @@ def marked_format(suffixes: Collection[str]) -> StoredFormat:
 
 
 def stated_format(block: Mapping[str, Any], where: object) -> StoredFormat | None:
-    """Return the format that a target's config states; None if kconv reads no format of its `quant_method`.
-
-    Args:
-        block: the config's `quantization_config`.
-        where: its file.
+    """Return the format of a target's `quantization_config`; None if kconv reads no format of its `quant_method`.
 
     Raises:
         SourceFormatUnknown: kconv reads formats of that method, but not this one.

@@ -67,8 +67,6 @@ class TensorInfo(NamedTuple):
     Attributes:
         name: the name on disk.
         dtype: safetensors dtype, e.g. "BF16".
-        shape: dims.
-        file: the file that holds it.
         begin: absolute offset of its first byte in `file`.
         size: number of bytes.
     """
@@ -87,13 +85,7 @@ def byte_size(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Parse a safetensors file's header.
-
-    Args:
-        file: a .safetensors file.
-
-    Returns:
-        Tensors by name, in file order.
+    """Parse a safetensors file's header: its tensors by name, in file order.
 
     Raises:
         NotACheckpoint: the file cannot be opened.
@@ -114,16 +106,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def parse_header(stream: Readable, file: Path, file_size: int) -> dict[str, TensorInfo]:
-    """Parse the header at the start of a stream.
-
-    Args:
-        stream: positioned at the file's first byte.
-        file: the file's name, here or on the Hub.
-        file_size: size of the whole file in bytes.
-
-    Raises:
-        CorruptHeader: see `read_header`.
-    """
+    """Parse the header at the start of a stream; `file` may be a name on the Hub, and its size is in bytes."""
     (length,) = struct.unpack("<Q", _exactly(stream, 8, file))
     if length > min(MAX_HEADER_BYTES, file_size - 8):
         raise _corrupt(file, f"the header claims {length:,} bytes in a file of {file_size:,}")
@@ -138,7 +121,6 @@ def build_header(entries: list[tuple[str, str, tuple[int, ...]]], metadata: dict
 
     Args:
         entries: (name, dtype, shape) in the order in which the data follows.
-        metadata: the header's `__metadata__`.
     """
     header: dict[str, object] = {"__metadata__": metadata}
     offset = 0

@@ -1,8 +1,8 @@
 """A checkpoint on the Hugging Face Hub.
 
-Only this module imports huggingface_hub, 1.31 and up or 2.x; `checkpoint.source` imports it when a name turns out to
-be a hub id. Downloads use `snapshot_download` and `hf_hub_download` themselves, over plain HTTP or through hf_xet if
-that is installed. Only plain HTTP is tested, since the test server does not speak Xet.
+Only this module imports huggingface_hub, 1.31 and up or 2.x. Downloads use `snapshot_download` and `hf_hub_download`
+themselves, over plain HTTP or through hf_xet if that is installed. Only plain HTTP is tested, since the test server
+does not speak Xet.
 
 Messages never repeat the library's exception texts: one contains the token in a header, and redirect URLs are signed.
 """
@@ -87,6 +87,9 @@ SUBFOLDERS = "*/*"
 class HubRepo:
     """A repository of the Hub at one commit; later commits on its branch are ignored.
 
+    What the local cache lacks is downloaded; offline, only the cache is read. Methods raise the errors of
+    `library_faults`, and those of `open_checkpoint` or `locate`.
+
     Attributes:
         repo: org/name.
         commit: 40 hex digits.
@@ -106,10 +109,6 @@ class HubRepo:
         """Read the config and the headers over the network, or offline from the local cache.
 
         The weights are not on this machine: each tensor's `file` is a name, not a path.
-
-        Raises:
-            HubRefused, HubUnreachable, OutputFailed: see `hub_faults`.
-            NotACheckpoint, ConfigInvalid, CorruptIndex, CorruptHeader: see `open_checkpoint`.
         """
         if is_offline_mode():
             return self.open_weights()
@@ -128,12 +127,7 @@ class HubRepo:
         return Checkpoint(root, config, gather(root, set(sizes), index, read), self.name, headers_only=True)
 
     def open_weights(self) -> Checkpoint:
-        """Download the config and the weights, or find them in the local cache, and open them.
-
-        Raises:
-            HubRefused, HubUnreachable, OutputFailed: see `hub_faults`.
-            NotACheckpoint, ConfigInvalid, CorruptIndex, CorruptHeader: see `open_checkpoint`.
-        """
+        """Download the config and the weights, or find them in the local cache, and open them."""
         folder = self._snapshot(CHECKPOINT_FILES)
         if not any(folder.glob("*.safetensors")):
             folder = self._snapshot((*CHECKPOINT_FILES, PICKLE))
@@ -142,12 +136,7 @@ class HubRepo:
         return open_checkpoint(folder, source=self.name)
 
     def open_tensors(self, names: Iterable[str]) -> dict[str, TensorInfo]:
-        """Download the files that hold some of its tensors, or find them in the local cache, and open those.
-
-        Raises:
-            HubRefused, HubUnreachable, OutputFailed: see `hub_faults`.
-            ConfigInvalid, CorruptIndex, CorruptHeader: see `locate`.
-        """
+        """Download the files that hold some of its tensors, or find them in the local cache, and open those."""
         if is_offline_mode():
             folder = self.fetch_config()
             return locate(names, (file.name for file in folder.iterdir()), folder.joinpath)
@@ -158,10 +147,6 @@ class HubRepo:
 
         They are kept next to the library's own cache, in one file. Processes that want the same ones wait for the
         first.
-
-        Raises:
-            HubRefused, HubUnreachable, OutputFailed: see `hub_faults`.
-            ConfigInvalid, CorruptIndex, CorruptHeader: see `locate`.
         """
         wanted = sorted(set(names))
         folder = Path(constants.HF_HUB_CACHE) / KEPT / f"{self.repo.replace('/', '--')}@{self.commit}"
@@ -202,50 +187,21 @@ class HubRepo:
         draft.replace(kept)
 
     def fetch_config(self) -> Path:
-        """Download config.json, or find it in the local cache, and return its folder.
-
-        Raises:
-            HubRefused, HubUnreachable, OutputFailed: see `hub_faults`.
-            NotACheckpoint: the repository has none.
-        """
         return self._fetch("config.json").parent
 
     def fetch_tokenizer(self) -> Path:
-        """Download config and tokenizer, or find them in the local cache, and return their folder.
-
-        Raises:
-            HubRefused, HubUnreachable, OutputFailed: see `hub_faults`.
-            NotACheckpoint: the repository has no config.
-        """
         self.fetch_config()
         return self._snapshot(("*.json", *TOKENIZER_FILES))
 
     def fetch_license(self) -> Path:
-        """Download license texts and notices, or find them in the local cache, and return their folder.
-
-        Raises:
-            HubRefused, HubUnreachable, OutputFailed: see `hub_faults`.
-            NotACheckpoint: the repository has no config.
-        """
         self.fetch_config()
         return self._snapshot(LICENSES)
 
     def fetch_readme(self) -> Path:
-        """Download README.md, or find it in the local cache, and return its folder.
-
-        Raises:
-            HubRefused, HubUnreachable, OutputFailed: see `hub_faults`.
-            NotACheckpoint: the repository has no config.
-        """
         self.fetch_config()
         return self._snapshot((README,))
 
     def fetch_model(self) -> Path:
-        """Download config, weights and tokenizer, or find them in the local cache, and return their folder.
-
-        Raises:
-            HubRefused, HubUnreachable, OutputFailed: see `hub_faults`.
-        """
         return self._download(CHECKPOINT_FILES + TOKENIZER_FILES)
 
     def _fetch(self, file: str) -> Path:
@@ -300,12 +256,8 @@ def resolve_repo(repo: str, revision: str | None) -> HubRepo:
     """Pin a repository to a revision's current commit.
 
     Args:
-        repo: org/name.
         revision: a branch, a tag, a pull request's ref or a commit; the default branch if None. A value of 40 hex
         digits is used without asking the Hub.
-
-    Raises:
-        HubRefused, HubUnreachable: see `hub_faults`.
     """
     with named(repo, revision):
         refuse_garbled(get_token())
@@ -324,19 +276,14 @@ def refuse_garbled(token: str | None) -> None:
 
 
 def fetch_dataset_file(repo: str, file: str, revision: str) -> tuple[Path, str]:
-    """Download a file of a dataset, or find it in the local cache.
+    """Download a file of a dataset, or find it in the local cache; return it, and its commit.
 
     Args:
-        repo: org/name of the dataset.
-        file: its path in the repository.
         revision: a commit of 40 hex digits, or a branch or tag, which is resolved first; offline, to the commit that
         the cache last saw.
 
-    Returns:
-        The file, and its commit.
-
     Raises:
-        HubRefused, HubUnreachable, OutputFailed, NotACheckpoint: see `hub_faults`.
+        HubRefused, HubUnreachable, OutputFailed, NotACheckpoint: see `library_faults`.
     """
     with named(repo, revision, file, dataset=True):
         known = try_to_load_from_cache(repo, file, repo_type="dataset", revision=revision)
@@ -355,9 +302,6 @@ def check_download(file: Path) -> None:
     The cache names each stored file by its announced digest (its etag), and the client compares only sizes:
     https://github.com/huggingface/huggingface_hub/blob/v1.33.0/src/huggingface_hub/file_download.py
     Each stored file is read once; kconv's own cache then notes its size and time as checked.
-
-    Raises:
-        DownloadDamaged: its bytes differ, or the server announced no digest for it.
     """
     stored = file.resolve()
     name = stored.name
@@ -401,7 +345,6 @@ class RangeReader:
     """A file on the Hub, read from its start by range requests, never whole.
 
     Attributes:
-        repo, commit, file: which file.
         size: its bytes, as the Hub lists them; nothing beyond is requested.
         at: the offset of the next read.
     """
@@ -413,12 +356,6 @@ class RangeReader:
     at: int = 0
 
     def read(self, count: int) -> bytes:
-        """Return the next `count` bytes, or fewer at the end of the file.
-
-        Raises:
-            HubRefused: this account may not read the file.
-            HubUnreachable: the connection broke, or the server sends only whole files.
-        """
         end = min(self.at + count, self.size)
         if end <= self.at:
             return b""
@@ -471,8 +408,6 @@ def library_faults(
 
     Args:
         repo, revision: what was requested; the default branch if None.
-        file: the file of the repository that was requested, if any.
-        dataset: whether the repository is a dataset rather than a model.
 
     Raises:
         HubRefused: the repository or the revision does not exist, is gated, or is closed to this account; or a dataset

@@ -127,15 +127,7 @@ NAMES: Mapping[str, Any] = {
 
 
 def read_pickle_header(file: Path) -> dict[str, TensorInfo]:
-    """Return the tensors of a torch.save file; reads no tensor bytes and runs none of its code.
-
-    Args:
-        file: a .bin file.
-
-    Raises:
-        NotACheckpoint: it is not a torch.save archive, or holds something other than tensors by name.
-        CorruptHeader: its archive is compressed, or its tensors are not where it says.
-    """
+    """Return the tensors of a torch.save file; reads no tensor bytes and runs none of its code."""
     loaded: Pickled = read_pickle(file)
     if not isinstance(loaded, dict):
         raise NotACheckpoint(
@@ -194,11 +186,7 @@ def read_pickle(file: Path) -> Any:
 
 
 def _follow(data: bytes, find: Callable[[str], tuple[int, int]]) -> Any:
-    """Return the value that a pickle describes; `find` returns where a storage is by its key.
-
-    Raises:
-        Refused: the pickle does or names anything but what tensors need.
-    """
+    """Return the value that a pickle describes; `find` returns where a storage is by its key."""
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[int, Any] = {}

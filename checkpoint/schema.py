@@ -2,7 +2,7 @@
 
 A file must be regular, since a pipe would block forever and a device never end. Its size, depth and number of values
 are bounded, since 99 MB of empty lists take 4 GB once parsed. Every failure raises the error that the caller passes.
-`tests/checkpoint/test_one_reader.py` checks that nothing reads files another way.
+A test checks that nothing reads files another way.
 """
 
 from __future__ import annotations
@@ -62,11 +62,8 @@ def load_json(
     """Read a JSON file by a schema.
 
     Args:
-        model: the schema.
         file: the file; a link to a regular file is followed.
-        error: the error class to raise.
         what: what the file should be, for the message, e.g. "kconv calibration".
-        fix: what the user should do about an invalid file.
         missing: the error to raise if the file does not exist; an `error` if None.
 
     Raises:
@@ -131,10 +128,6 @@ def parse_yaml(text: str | bytes, error: type[KconvError], *, where: object, wha
 
     Args:
         text: the text; bytes in UTF-8 or UTF-16.
-        error: the error class to raise.
-        where: the file, for the message.
-        what: what the text should be, for the message, e.g. "recipe".
-        fix: what the user should do about an invalid text.
 
     Raises:
         KconvError: of class `error`: it is not YAML, is nested too deeply, or its aliases expand beyond the limit.
@@ -269,9 +262,7 @@ def read_bounded(
 
     Args:
         file: the file; a link to a regular file is followed.
-        error: the error class to raise.
         limit: bytes.
-        fix: what the user should do about a file that cannot be read.
         missing: the error to raise if the file does not exist; an `error` if None.
         large: the error class to raise if the file has more bytes; `error` if None.
 
@@ -292,7 +283,6 @@ def read_bounded(
 def _opened(
     file: Path, error: type[KconvError], large: type[KconvError], limit: int, fix: str
 ) -> Generator[tuple[BinaryIO, int]]:
-    """Hold a regular file open, and yield it with its size."""
     # Nonblocking, since the other end of a pipe may never come; checked once open, since the name may point to another
     # file by then.
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -316,11 +306,7 @@ def read_text(
 
 
 def decode(data: bytes, error: type[KconvError], *, where: Path, fix: str) -> str:
-    """Return bytes as text.
-
-    Raises:
-        KconvError: of class `error`: they are not UTF-8.
-    """
+    """Return bytes as text; bytes that are not UTF-8 raise an `error`."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as fault:
@@ -407,13 +393,10 @@ def _why(fault: Exception) -> object:
 
 
 def parse_object(text: bytes) -> dict[str, Any]:
-    """Parse one untrusted JSON object.
+    """Parse one untrusted JSON object; the message of a ValueError is a phrase that says what is wrong.
 
     The standard parser accepts repeated names, NaN, half a surrogate pair and numbers of any length. Engines read these
     differently, or they can be neither printed nor written again.
-
-    Raises:
-        ValueError: it is something else; the message is a phrase that says what.
     """
     refuse_many(text, MAX_JSON_VALUES)
     try:
@@ -514,7 +497,6 @@ WORDS = {
 
 
 def in_words(first: Mapping[str, Any]) -> str:
-    """Return the message for one of pydantic's errors."""
     if first["type"] in ("value_error", "assertion_error"):
         # The prefix that pydantic puts before the message of kconv's own validators.
         return first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")

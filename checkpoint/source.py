@@ -94,39 +94,30 @@ class Folder:
         return True
 
     def open_headers(self) -> Checkpoint:
-        """Open the folder; see `open_checkpoint` for its errors."""
         return open_checkpoint(self.path)
 
     def open_weights(self) -> Checkpoint:
-        """Open the folder; see `open_checkpoint` for its errors."""
         return open_checkpoint(self.path)
 
     def open_tensors(self, names: Iterable[str]) -> dict[str, TensorInfo]:
-        """Find some tensors of the folder; see `locate` for its errors."""
         return locate(names, (file.name for file in self.path.iterdir()), lambda name: self.path / name)
 
     def fetch_tensors(self, names: Iterable[str]) -> dict[str, TensorInfo]:
-        """Find some tensors of the folder; see `locate` for its errors."""
         return self.open_tensors(names)
 
     def fetch_config(self) -> Path:
-        """Return the folder."""
         return self.path
 
     def fetch_tokenizer(self) -> Path:
-        """Return the folder."""
         return self.path
 
     def fetch_license(self) -> Path:
-        """Return the folder."""
         return self.path
 
     def fetch_readme(self) -> Path:
-        """Return the folder."""
         return self.path
 
     def fetch_model(self) -> Path:
-        """Return the folder."""
         return self.path
 
 

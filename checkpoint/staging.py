@@ -61,12 +61,6 @@ def staged(out: Path) -> Generator[Path]:
     After a kill at any moment `out` is absent or whole. An exception removes the sibling; the next run removes the
     remains of a killed run for the same output.
 
-    Args:
-        out: the folder to create, with its parents.
-
-    Yields:
-        The temporary folder, on the same file system as `out`.
-
     Raises:
         OutputExists: something exists at `out`.
         OutputFailed: the disk is full or not writable.
@@ -94,11 +88,7 @@ def staged(out: Path) -> Generator[Path]:
 
 
 def make_private(prefix: str) -> tuple[Path, Callable[[], None]]:
-    """Create a folder in the system's temporary one that only this user can read; those of killed runs are removed.
-
-    Returns:
-        The folder, and what removes it.
-    """
+    """Create a folder in the system's temporary one that only this user can read; those of killed runs are removed."""
     parent = Path(tempfile.gettempdir())
     _clear(parent, prefix)
     folder, held = _make(parent, prefix, mode=0o700)
@@ -229,11 +219,7 @@ def _failed(out: Path, fault: OSError) -> OutputFailed:
 
 @contextmanager
 def alone(path: Path, busy: KconvError) -> Generator[None]:
-    """Lock a folder or file that outlives a run; on a disk without locks it stays unlocked.
-
-    Raises:
-        KconvError: `busy`, if another process holds the lock.
-    """
+    """Lock a folder or file that outlives a run, or raise `busy`; on a disk without locks it stays unlocked."""
     try:
         held = _lock(path)
     except BlockingIOError as fault:
@@ -253,7 +239,6 @@ def keep_staging(out: Path, key: str) -> Path:
     Unlike `staged` it survives an exception. Several processes may create it at once.
 
     Args:
-        out: the folder to create; nothing may exist there.
         key: identifies the job; another job for the same output has its own workplace.
 
     Returns:
@@ -328,7 +313,6 @@ def check_disk(out: Path, needed: int, *, what: str = "the output needs {} more"
     """Raise OutputFailed if a disk has too little room for what is still to be written.
 
     Args:
-        out: the output's path.
         needed: bytes.
         what: what needs them, for the message; {} stands for their number.
     """

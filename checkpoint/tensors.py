@@ -57,10 +57,6 @@ ROWS = 1024
 def read_rows(info: TensorInfo, ids: torch.Tensor) -> torch.Tensor:
     """Read some rows of a matrix into memory of their own, without reading the rest.
 
-    Args:
-        info: a tensor of two dims.
-        ids: [n] integers, each below its number of rows, in any order.
-
     Returns:
         [n, columns], row k being the matrix's row `ids[k]`.
 
@@ -80,13 +76,6 @@ def read_rows(info: TensorInfo, ids: torch.Tensor) -> torch.Tensor:
 
 def read_span(info: TensorInfo, begin: int, end: int) -> torch.Tensor:
     """Read consecutive rows of a matrix into memory of their own, without a memory map that would stay resident.
-
-    Args:
-        info: a tensor of two dims.
-        begin, end: the first row, and the one after the last.
-
-    Returns:
-        [end - begin, columns].
 
     Raises:
         ConfigUnsupported: torch has no such dtype.

@@ -48,9 +48,7 @@ class Values:
     """A summary of a tensor's values; for a dtype that is not a float format, nothing is counted.
 
     Attributes:
-        not_finite: how many are NaN or Inf.
         zero: whether there are values, and all of them are 0.
-        zero_rows: how many rows of a matrix are all zeros.
     """
 
     not_finite: int = 0
@@ -70,9 +68,7 @@ def to_floats(data: bytes | memoryview, dtype: str) -> np.ndarray:
 class Scan:
     """Checks a tensor's values chunk by chunk, the way a hash takes its input.
 
-    Args:
-        dtype: safetensors dtype; one without an entry in `FLOAT_BITS` is not checked.
-        shape: of the tensor; rows are checked only if it has two dims.
+    A dtype without an entry in `FLOAT_BITS` is not checked; rows are checked only in a matrix.
     """
 
     def __init__(self, dtype: str, shape: tuple[int, ...] = ()) -> None:
