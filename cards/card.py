@@ -41,10 +41,8 @@ class RenderedCard:
     """A card, not yet written.
 
     Attributes:
-        text: of README.md.
         files: texts of the files that go with it, by name: licenses and a notice.
         missing: facts that it needs and nobody stated: dotted name, and the question.
-        table: its acceptance figures, None if there are none.
     """
 
     text: str
@@ -66,11 +64,7 @@ def gather(
 
     Args:
         folder: an output of kconv, or any folder if facts name the head.
-        report: its validation report.
-        facts: the user's additions.
-        acceptance: figures about it.
         license_files: license texts, in addition to those in the source's and the target's folder; see `given_texts`.
-        target: a folder with the target's license.
         source: a folder with the source's license; the one that the manifest names if None.
 
     Raises:
@@ -145,11 +139,7 @@ def gather_files(
     """Read what is known about a head from its files.
 
     Args:
-        folder: as in `gather`.
         report: report.json, or its folder.
-        acceptance: acceptance.json files.
-        facts: the user's additions.
-        license_files: license texts, in addition to those of the source and the target.
         target, source: folders or hub ids with licenses; from a hub id only these files are downloaded.
 
     Raises:
@@ -172,10 +162,7 @@ def make_card(
     """Create a card without writing it.
 
     Args:
-        evidence: about the head.
-        style: one of `STYLES`.
         model_index: whether figures also go into the front matter.
-        chart: whether the figures get a chart.
     """
     facts, manifest, said = evidence.facts, evidence.manifest, Said(evidence.facts, known(evidence.manifest))
     files = dict(
@@ -232,9 +219,6 @@ def write_card(
 def write(folder: Path, card: RenderedCard, *, force: bool = False) -> Path:
     """Write a card and its files into a folder; overwrite existing files only with `force`.
 
-    Returns:
-        The card's file.
-
     Raises:
         OutputExists: there is already a README.md, or a license or notice with another text, and no `force`.
         OutputFailed: the folder cannot be written to, or its disk is full.
@@ -272,7 +256,6 @@ def _write_whole(file: Path, text: str) -> None:
 
 
 def draw_chart(file: Path, table: Table) -> None:
-    """Draw a table's figures as bars."""
     bars = table.bars
     tops = [row.draft_tokens + 1.0 for line in table.lines for row in line.rows if row and row.draft_tokens]
     labels = list(dict.fromkeys(label for own in bars.values() for label in own))

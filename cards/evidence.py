@@ -30,12 +30,9 @@ class Evidence:
 
     Attributes:
         folder: its path; None if there are only facts.
-        facts: the user's additions.
         manifest: kconv's record; None for a head that kconv did not write.
-        report: its validation report.
         acceptance: measured and quoted figures.
         own_code: whether the target has code of its own, which an engine runs only if told to.
-        texts: available license texts.
         source_license: the text of the source's license, if it is not one of those stated; "" otherwise.
     """
 
@@ -76,7 +73,6 @@ class Said:
     """Looks up facts for a template, and lists those that are missing.
 
     Attributes:
-        facts: where to look.
         known: further known values, by the same dotted names.
         missing: dotted names that a card needed and did not find, in order.
     """

@@ -188,7 +188,6 @@ class Facts(StrictModel):
     """A facts file.
 
     Attributes:
-        sources: where these facts were read.
         expected: tables of acceptance expected in a complete source; a missing one counts as "not published".
         subcards: keys as in `SUBCARDS`.
         notes: the publisher's own paragraphs, by their section in `NOTED`.

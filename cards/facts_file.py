@@ -38,10 +38,8 @@ def write_facts(file: Path, facts: Facts, head: Path, *, force: bool = False) ->
     """Write a facts file to fill in.
 
     Args:
-        file: the file to write.
         facts: what is already known, e.g. from options; it is filled in.
         head: a head's folder, whose manifest may know some facts; these go into comments.
-        force: whether to overwrite an existing file.
 
     Raises:
         OutputExists: the file exists.
@@ -64,9 +62,7 @@ def facts_text(facts: Facts, found: dict[str, str], name: str) -> str:
     """Return the text of a facts file.
 
     Args:
-        facts: what is already known.
         found: the manifest's statements, by dotted name.
-        name: the file's, for its heading.
     """
     heading = HEADING.format(
         file=name, known=f"Comments after the keys show what {MANIFEST} says.\n# " if found else ""

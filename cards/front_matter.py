@@ -54,21 +54,13 @@ class FrontMatter:
 
 
 def read_card(folder: Path) -> str:
-    """Return README.md's text, "" if there is none.
-
-    Raises:
-        KconvError: it is not a regular text file.
-    """
+    """Return README.md's text, "" if there is none."""
     file = folder / CARD
     return read_text(file, KconvError, fix="Put the text itself there, in UTF-8.") if os.path.lexists(file) else ""
 
 
 def read_front_matter(card: str) -> FrontMatter:
-    """Read a card's front matter; if it cannot be read, only `problem` is filled in.
-
-    Args:
-        card: README.md's text, which is untrusted.
-    """
+    """Read an untrusted card's front matter; if it cannot be read, only `problem` is filled in."""
     from huggingface_hub import ModelCard
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
@@ -115,9 +107,7 @@ def front_matter(evidence: Evidence, *, link: str, model_index: bool) -> str:
     """Return the YAML between the two lines of dashes.
 
     Args:
-        evidence: about the head.
         link: where the license's text is: a file of the folder or a URL, "" if nowhere.
-        model_index: whether figures also go in as evaluation results.
     """
     from huggingface_hub import ModelCardData
     from huggingface_hub.repocard_data import eval_results_to_model_index
@@ -148,7 +138,6 @@ def front_matter(evidence: Evidence, *, link: str, model_index: bool) -> str:
 
 
 def _engines(evidence: Evidence) -> list[str]:
-    """Return the engines that a head is for, as tags."""
     return [engine.name for engine in engines_of(evidence.manifest.layout)] if evidence.manifest else []
 
 

@@ -60,14 +60,9 @@ class LicensedFolder:
     """A folder as the checks see it.
 
     Attributes:
-        path: its path.
         card: README.md's text, "" if there is none.
-        front: its front matter.
-        notice: NOTICE's text.
-        texts: license texts in it.
         source_license: the source's text, included if that license was not stated.
         manifest: kconv's record; None if kconv did not write the folder.
-        facts: the owner's statements.
     """
 
     path: Path
@@ -97,16 +92,10 @@ class LicensedFolder:
         return self.facts.base_model or next((base for base in self.front.base_models if base != self.source), "")
 
     def text_of(self, license: License) -> LicenseText | None:
-        """Return the text of a license in the folder."""
         return next((text for text in self.texts if text.license.id == license.id), None)
 
 
 def read_folder(path: Path, facts: Facts) -> LicensedFolder:
-    """Read a folder's statements.
-
-    Raises:
-        ManifestMismatch: kconv.json exists and does not match the schema.
-    """
     card = read_card(path)
     return LicensedFolder(
         path=path,
@@ -324,14 +313,7 @@ CHECKS: Mapping[str, Rule[LicensedFolder]] = {
 
 
 def check_folder(path: Path, facts: Facts | None = None) -> tuple[Finding, ...]:
-    """Check what a folder states about licenses and origins.
-
-    Args:
-        path: a head's folder with its card.
-        facts: further statements of its owner.
-
-    Returns:
-        Findings, worst first; none if everything is in order.
+    """Check what a folder states about licenses and origins; the worst findings come first.
 
     Raises:
         ManifestMismatch: kconv.json exists and does not match the schema.

@@ -34,7 +34,6 @@ class License:
 
     Attributes:
         id: kconv's name for it; the Hub's identifier if there is one.
-        title: its own title.
         identifier: the Hub's value of `license`; "other" requires a name and a link
             (https://huggingface.co/docs/hub/repositories-licenses).
         url: where its text is; "" if it comes with each model.
@@ -132,12 +131,7 @@ def by_id(name: str) -> License:
 
 
 def of_target(stated: str | None, target: str | None) -> License | None:
-    """Return a target's license: as stated, else that of all of Moonshot AI's models; None if unknown.
-
-    Args:
-        stated: its id.
-        target: the target's hub id.
-    """
+    """Return a target's license: by its stated id, else that of all of Moonshot AI's models; None if unknown."""
     return LICENSES[stated or "modified-mit"] if stated or MOONSHOT.fullmatch(target or "") else None
 
 
@@ -186,12 +180,8 @@ def given_texts(
     """Read the texts that the user names: each is the head's license or the target's, in any order.
 
     Args:
-        files: named by the user.
         own: id of the head's license; None if it is not stated.
         target: the target's license; None if it is unknown, and then a file named LICENSE-TARGET states it.
-
-    Returns:
-        The texts, and the target's license.
 
     Raises:
         LicenseUnknown: a file cannot be read, or kconv does not know its license; it is neither the head's nor the
@@ -248,7 +238,6 @@ def unstated_text(source: Path, stated: Collection[str | None]) -> str:
 
     Args:
         source: the folder; a missing one holds none.
-        stated: ids of licenses, of the head and of its target.
     """
     texts = {file.name: text for text, file in _texts(source)}
     judged = [texts[SOURCE_LICENSE]] if SOURCE_LICENSE in texts else texts.values()
@@ -267,7 +256,6 @@ def license_files(
     Args:
         licenses: the head's own first, then the target's.
         texts: the available texts; a license without its text has no file, and `checks` reports it.
-        about: the subject of the notice: the head's name.
         attribution: the name that the target's license requires, if no text states it.
         changed: a sentence that says what was changed; "" if nothing was.
     """

@@ -18,11 +18,9 @@ class Start:
     """How to start one engine.
 
     Attributes:
-        engine: its title.
         command: for a shell; "" if the head cannot be served there.
         config: the YAML that goes with it, "" if there is none.
         file: the command's name for that YAML.
-        notes: anything else to know.
     """
 
     engine: str

@@ -184,7 +184,6 @@ def _rows(acceptance: Sequence[AcceptanceFigures], titles: Mapping[str, str]) ->
 
 
 def render(template: str, values: Mapping[str, Any]) -> str:
-    """Return a template's text."""
     return _templates().get_template(template).render(values)
 
 
@@ -200,12 +199,7 @@ def _templates() -> Environment:
 
 
 def figures(evidence: Evidence, *, chart: bool) -> dict[str, Any]:
-    """Return the text from manifest, report and acceptance.json, for the templates.
-
-    Args:
-        evidence: about the head.
-        chart: whether the figures get a chart.
-    """
+    """Return the text from manifest, report and acceptance.json, for the templates."""
     if target_card.is_target(evidence.manifest):
         return target_card.figures(evidence)
     table = table_of(evidence.acceptance, evidence.facts.expected)
@@ -234,12 +228,7 @@ def unverified(evidence: Evidence) -> list[str]:
 
 
 def not_repeated(evidence: Evidence, card: str) -> list[str]:
-    """Return what a card should repeat of its evidence but does not: the first different line of each part.
-
-    Args:
-        evidence: the evidence.
-        card: README.md's text.
-    """
+    """Return what a card should repeat of its evidence but does not: the first different line of each part."""
     held, values = _lines(card), figures(evidence, chart=f"]({CHART})" in card)
     lost = []
     for part in target_card.REPEATED if target_card.is_target(evidence.manifest) else REPEATED:

@@ -83,11 +83,7 @@ class Measurement:
 
 
 def stated_floor(options: PublishOptions) -> Floor | None:
-    """Return the minimum acceptance that the options state.
-
-    Raises:
-        RequestInvalid: a part of it is missing or wrong.
-    """
+    """Return the minimum acceptance that the options state."""
     if options.min_acceptance is None:
         return None
     values = {
@@ -107,20 +103,12 @@ def stated_floor(options: PublishOptions) -> Floor | None:
 
 
 def read_floor(folder: Path) -> Floor | None:
-    """Return the floor in a folder's recipe; None without a recipe, or without a floor in it.
-
-    Raises:
-        RecipeInvalid: the recipe is not a YAML mapping, or its floor does not match the schema.
-    """
+    """Return the floor in a folder's recipe; None without a recipe, or without a floor in it."""
     return _read_part(folder, KEY, Floor)
 
 
 def recipe_facts(folder: Path) -> Facts | None:
-    """Return the facts in a folder's recipe; None without a recipe, or without facts in it.
-
-    Raises:
-        RecipeInvalid: the recipe is not a YAML mapping, or its facts do not match the schema.
-    """
+    """Return the facts in a folder's recipe; None without a recipe, or without facts in it."""
     return _read_part(folder, FACTS, Facts)
 
 
@@ -155,7 +143,6 @@ def find_measurements(
     temperature or K, or on fewer prompts.
 
     Args:
-        floor: the floor.
         report: its figures count if the floor's suite is a kind of text.
         acceptance: by the name of its file.
     """
@@ -193,7 +180,6 @@ def list_measured(report: Report | None, acceptance: Mapping[str, AcceptanceFile
     E.g. "al_incl_bonus on MT-Bench at K = 3, temperature 0, for org/target, 80 prompts, whole".
 
     Args:
-        report: its figures count by their kind of text.
         acceptance: by the name of its file; categories are omitted, since their suite includes them.
     """
     suites = [

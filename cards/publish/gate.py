@@ -362,11 +362,7 @@ def allowable() -> frozenset[str]:
 
 
 def let_pass(findings: Iterable[Finding], allowances: Sequence[Allowance]) -> list[tuple[Finding, Allowance]]:
-    """Return the findings that are allowed, each with its allowance.
-
-    Raises:
-        PublishRefused: a finding of severity "error" remains, or an allowance names a rule that cannot be allowed.
-    """
+    """Return the findings that are allowed, each with its allowance; PublishRefused for any other error."""
     by_rule = {allowance.rule: allowance for allowance in allowances}
     never = {check.id for check in (MANIFEST_HOLDS, *CHECKS) if not check.allowable}
     errors = [finding for finding in findings if finding.severity == "error"]
@@ -384,12 +380,7 @@ def let_pass(findings: Iterable[Finding], allowances: Sequence[Allowance]) -> li
 
 
 def record_exceptions(card: str, passed: Sequence[tuple[Finding, Allowance]]) -> str:
-    """Return the card with the allowed findings and the reasons, replacing those of an earlier publication.
-
-    Args:
-        card: README.md's text.
-        passed: each allowed finding with its allowance.
-    """
+    """Return the card with the allowed findings and the reasons, replacing those of an earlier publication."""
     head, _, rest = card.partition(BEGIN)
     tail = rest.partition(END)[2]
     plain = head.rstrip("\n") + ("\n" + tail.lstrip("\n") if tail.strip() else "\n") if rest else card

@@ -63,9 +63,7 @@ class Upload:
 
     Attributes:
         name: its path in the repository.
-        content: its path, or its content.
         size: bytes.
-        sha256: of its bytes.
     """
 
     name: str
@@ -94,14 +92,10 @@ class Candidate:
     are linked to their originals; those are uploaded under the sha256 that was checked.
 
     Attributes:
-        folder: the copy.
         origin: the folder that the user named.
         files: what would be published: the path in the copy, by name.
         odd: names that are not plain files; their content is not the folder's own.
-        report: a validation report.
         acceptance: each acceptance.json to include, by its name.
-        floor: the minimum acceptance.
-        facts: facts that no file states.
     """
 
     folder: Path
@@ -239,15 +233,7 @@ def open_candidate(
     """Collect what a folder is judged by: by default its own report.json and acceptance*.json.
 
     Args:
-        folder: the folder to publish.
         report, acceptance: evidence elsewhere; for a report, its folder may be named too.
-        floor: the minimum acceptance.
-        facts: facts that no file states, for the license checks.
-
-    Raises:
-        NotACheckpoint: a named file does not exist.
-        ReportInvalid, AcceptanceInvalid: one of them does not match its schema.
-        PublishRefused: a file cannot be read, or is too large for a release.
     """
     refuse_absent(folder)
     figures = {acceptance_name(number): file for number, file in enumerate(acceptance)}
@@ -321,11 +307,7 @@ def uploads(candidate: Candidate, card: str) -> tuple[Upload, ...]:
     """Return what to publish of a candidate that passed the checks.
 
     Args:
-        candidate: the folder.
         card: README.md to publish, which may contain more than the folder's.
-
-    Raises:
-        PublishRefused: a file cannot be read.
     """
     recorded = {file.name: file for file in candidate.manifest.files}
     made = []

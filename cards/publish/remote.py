@@ -3,7 +3,7 @@
 huggingface_hub retries uploads itself; the calls that it makes only once (looking, committing, tagging, settings) are
 retried here. Its own warnings are suppressed, since they contain signed addresses.
 
-`checkpoint.hub_faults` has its own messages for reading, including connections and disks.
+`library_faults` has its own messages for reading, including connections and disks.
 
 A listing only repeats what was announced; the stored bytes prove what is there, and these are read as a stream.
 """
@@ -77,12 +77,7 @@ class ListedFile:
 
 
 class Remote:
-    """A repository of the Hub.
-
-    Args:
-        repo: org/name.
-        say: called with messages about waiting.
-    """
+    """A repository of the Hub; `repo` is org/name."""
 
     def __init__(self, repo: str, say: Callable[[str], None]) -> None:
         self.repo = repo
@@ -128,11 +123,9 @@ class Remote:
         self._try(lambda: self._api.create_repo(self.repo, private=True, exist_ok=True))
 
     def create_branch(self, branch: str, at: str) -> None:
-        """Create a branch that starts at a commit."""
         self._try(lambda: self._api.create_branch(self.repo, branch=branch, revision=at, exist_ok=True))
 
     def make_public(self) -> None:
-        """Make the repository public."""
         self._try(lambda: self._api.update_repo_settings(self.repo, private=False))
 
     def tag(self, tag: str, commit: str, message: str) -> None:
@@ -165,18 +158,9 @@ class Remote:
         If the answer to a commit is lost, the commit is searched for before another one is made.
 
         Args:
-            files, delete: what the commit adds and removes.
-            title: its message.
-            branch: the branch to commit to.
             parent: the commit that the branch must be on.
             pull: whether to open a pull request against `branch` instead of moving it.
             landed: returns the commit, or the pull request's ref, if it exists after all.
-
-        Returns:
-            The commit's sha.
-
-        Raises:
-            HubMoved: the branch is no longer on `parent`.
         """
         operations = [*map(_addition, files), *(CommitOperationDelete(name) for name in delete)]
         lost = False
@@ -250,13 +234,7 @@ def _retry(call: Callable[[], Got], say: Callable[[str], None], statuses: Collec
 
 @contextmanager
 def writing(repo: str, say: Callable[[str], None]) -> Iterator[Remote]:
-    """Yield a repository to write to, with its errors turned into kconv's.
-
-    Raises:
-        HubRefused: the token is missing, expired or may not write, or may not create the repository.
-        HubUnreachable: there is no connection, or the Hub stays busy.
-        PublishRefused: the Hub refuses the card's metadata.
-    """
+    """Yield a repository to write to, with its errors turned into kconv's."""
     logger = logging.getLogger("huggingface_hub")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -344,11 +322,7 @@ def same(files: tuple[Upload, ...], listed: Mapping[str, ListedFile]) -> bool:
 
 
 def read_back(repo: str, commit: str, files: Iterable[Upload], say: Callable[[str], None]) -> None:
-    """Download every file of a release and compare it, without keeping any.
-
-    Raises:
-        ReadBackFailed: a file's bytes differ from those uploaded.
-    """
+    """Download every file of a release and compare it, without keeping any."""
     for file in files:
         say(f"reading back {file.name}")
         size, sha256 = _digest(repo, commit, file.name, say)

@@ -30,13 +30,7 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx")
 
 @dataclass(frozen=True)
 class ApprovedRelease:
-    """A candidate that passed the checks.
-
-    Attributes:
-        files: what to publish.
-        findings: all findings of the checks.
-        passed: the allowed ones.
-    """
+    """A candidate that passed the checks: its files, all findings, and the allowed ones."""
 
     files: tuple[Upload, ...]
     findings: tuple[Finding, ...]
@@ -58,9 +52,7 @@ class Published:
     """The result of a publication, or its preview if nothing was done.
 
     Attributes:
-        repo, revision, tag: where.
         commit: the commit with the files; empty if not made yet.
-        digest: of the files.
         uploaded, deleted: names of files that the commit changes; none if it existed before.
         private: whether the repository is private now.
         done: what was done, in order; empty if everything had been done before.
@@ -87,12 +79,7 @@ def publish_folder(
     Args:
         folder: a head with its card and evidence. Its recipe states the facts and the minimum acceptance that the
             options do not.
-        options: where to publish, and how.
         dry_run: whether to look at the repository without changing anything.
-        say: receives progress messages.
-
-    Returns:
-        The checked release, and the result.
 
     Raises:
         RequestInvalid: an option names a check that cannot be allowed, or states a minimum acceptance and the recipe
@@ -122,11 +109,7 @@ def publish_folder(
 
 
 def prepare(candidate: Candidate, allowances: Sequence[Allowance] = ()) -> ApprovedRelease:
-    """Run the release checks on a folder.
-
-    Raises:
-        PublishRefused: a check fails without an allowance.
-    """
+    """Run the release checks on a folder; PublishRefused if one fails without an allowance."""
     findings = judge(candidate)
     passed = let_pass(findings, allowances)
     files = uploads(candidate, record_exceptions(candidate.card, passed))
@@ -134,11 +117,7 @@ def prepare(candidate: Candidate, allowances: Sequence[Allowance] = ()) -> Appro
 
 
 def preview(release: ApprovedRelease, to: PublishOptions, say: Say) -> Published:
-    """Return what publishing would do, after looking at the repository without changing anything.
-
-    Raises:
-        HubMoved, HubRefused, HubUnreachable, PublishRefused: see `publish`.
-    """
+    """Return what publishing would do, after looking at the repository without changing anything."""
     with writing(to.repo, say) as remote:
         seen = remote.look()
         if seen is None:
@@ -158,11 +137,6 @@ def preview(release: ApprovedRelease, to: PublishOptions, say: Say) -> Published
 
 def publish(release: ApprovedRelease, to: PublishOptions, say: Say) -> Published:
     """Publish a release that passed the checks, or resume an interrupted call.
-
-    Args:
-        release: from `prepare`.
-        to: where to publish, and how.
-        say: called with progress messages.
 
     Raises:
         HubRefused: there is no token, or it is expired or not allowed to do this.
@@ -323,11 +297,6 @@ def refuse_replacing(to: PublishOptions, parent: str, listed: Collection[str]) -
     """Raise PublishRefused if a release would replace weights that kconv did not publish.
 
     One commit holds exactly a release's files, so a mistyped repository name would replace everything in it.
-
-    Args:
-        to: how to publish.
-        parent: the commit that the branch is on.
-        listed: the files in it.
     """
     weights = sorted(name for name in listed if name.endswith(WEIGHTS))
     if weights and MANIFEST not in listed and to.expect_parent != parent:
