@@ -18,7 +18,6 @@ class ComparedFigures:
     """Figures of one method.
 
     Attributes:
-        method: how they were measured, as a sentence.
         lines: the subject of each line, and a row for each head, None if it has none.
     """
 
@@ -43,7 +42,6 @@ class Comparison:
     Attributes:
         heads: in the order of the files; columns of each table.
         tables: one for each method that two or more heads share.
-        apart: the other figures.
     """
 
     heads: tuple[str, ...]
@@ -51,7 +49,6 @@ class Comparison:
     apart: tuple[Incomparable, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as one JSON object."""
         return {
             "heads": self.heads,
             "tables": [

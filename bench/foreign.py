@@ -30,7 +30,6 @@ def quote(file: Path, head: str | None, url: str | None, said: Mapping[str, Any]
     """Return another program's figures as figures of a head.
 
     Args:
-        file: its result, or a golden curve.
         head: hub id or folder name of the head; the one in the file if None.
         url: where the file is published; if None, its name and digest, unless the file states a URL.
         said: fields of `AcceptanceRow` that the file leaves open.

@@ -27,15 +27,8 @@ FIX = "To measure acceptance, start the server without that setting; it is only 
 def check_settings(server: Client, sampling: Sampling | None) -> dict[str, str]:
     """Refuse a server whose settings show that it forges acceptance.
 
-    Args:
-        server: the server.
-        sampling: what its engine shows, if it shows anything.
-
     Returns:
         The sampling methods that it shows, under the names of `AcceptanceRow`.
-
-    Raises:
-        AcceptanceForged: its settings say so.
     """
     found: dict[str, str] = {}
     if sampling is None:
@@ -61,13 +54,8 @@ def check_counts(groups: Sequence[Counts], draft_tokens: int, requests: int, whe
     itself the latter.
 
     Args:
-        groups: of prompts.
         draft_tokens: K.
         requests: the number answered; the last draft of each may be cut off.
-        where: the server.
-
-    Raises:
-        AcceptanceForged: the counts are of this kind.
     """
     drafts, accepted = sum(group.drafts for group in groups), sum(group.accepted for group in groups)
     if drafts < FEWEST:

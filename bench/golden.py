@@ -139,9 +139,6 @@ def read_curve(text: str, where: object) -> tuple[str | None, str | None, list[d
     Returns:
         The draft's name and the source's address, None if the file does not state them; and for each figure the fields
         of an `AcceptanceRow` that it states.
-
-    Raises:
-        AcceptanceInvalid: it is not a golden curve.
     """
     fix = "Pass a YAML file from InferenceX's golden_al_distribution."
     values = parse_yaml(text, AcceptanceInvalid, where=where, what="golden curve", fix=fix)

@@ -68,7 +68,6 @@ class PromptGroup:
     """The result of a group of prompts.
 
     Attributes:
-        counts: of all its verify steps.
         answers, seconds: with speculation.
         per_request: whether the counts come from the answers rather than the server's counters.
         beside: the server's counters for the same requests; None if inconclusive.
@@ -98,13 +97,9 @@ def measure_served(
 
     Args:
         url: the engine's own address.
-        suite: the prompts.
-        head: the served head.
         served: how it is served; its `name`, `weights`, `config` and `folder` are filled in from `head`.
-        options: how to measure.
         fetch: whether to download a hub id's weights, so that the figures name their digests. Otherwise only the
             commit in its name identifies them.
-        say: called with progress messages.
 
     Raises:
         KconvError: see `measure_server`; or the head's files cannot be read or downloaded.
@@ -126,13 +121,6 @@ def measure_server(
     url: str, suite: Suite, served: ServedHead, options: MeasureOptions, say: Say = lambda _: None
 ) -> AcceptanceFile:
     """Run a suite on a server.
-
-    Args:
-        url: the engine's own address.
-        suite: the prompts.
-        served: the head, as it is served.
-        options: how to measure.
-        say: called with progress messages.
 
     Returns:
         A row for each category and for all, over verify steps, and also over requests if one ran at a time; for all,

@@ -52,12 +52,8 @@ def measure_head(
     """Measure a head on a suite with kconv's own forward.
 
     Args:
-        head: the head.
-        target: the target's folder.
-        suite: the prompts.
         lengths: each K; an answer is generated once for all of them.
         options: how to measure; temperature 0 simulates greedy decoding, 1 gives the probability that sampling accepts.
-        say: called with progress messages.
 
     Raises:
         TargetInvalid: the target cannot be read, or has no chat template.

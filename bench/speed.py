@@ -46,12 +46,7 @@ class Load:
 
 
 def put_load(server: Client, prompts: Sequence[Prompt], concurrency: int, max_tokens: int, temperature: float) -> Load:
-    """Run all dialogues, `concurrency` of them in parallel.
-
-    Raises:
-        ConnectionBroken: see `ask_each`.
-        EngineFailed: the server cannot be reached, answers with an error, or does not stream.
-    """
+    """Run all dialogues, `concurrency` of them in parallel."""
 
     def hold(prompt: Prompt) -> Dialogue:
         messages: list[dict[str, str]] = []
@@ -76,7 +71,8 @@ def measure_loads(
     """Return the load of each concurrency, after one that only warms up the server.
 
     Raises:
-        EngineFailed: see `put_load`; or there are fewer prompts than the concurrency.
+        EngineFailed: the server cannot be reached, answers with an error, or does not stream; or there are fewer
+            prompts than the concurrency.
     """
     if len(prompts) < max(concurrencies):
         raise EngineFailed(
@@ -99,9 +95,7 @@ def speed_rows(
     """Return a row for each concurrency.
 
     Args:
-        loads: with the draft.
-        baseline: without it, for the same prompts; empty if not measured.
-        shared: the fields of `SpeedRow` that are the same in all.
+        baseline: without the draft, for the same prompts; empty if not measured.
     """
     return tuple(_row(each, load, baseline.get(each), shared) for each, load in loads.items())
 

@@ -25,11 +25,7 @@ WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\u3040-\u30ff\
 
 
 def add_up(groups: Sequence[Counts]) -> Counts:
-    """Add counts up.
-
-    Raises:
-        DefinitionsMixed: some groups count positions and others do not.
-    """
+    """Add counts up; DefinitionsMixed if only some of them count positions."""
     kinds = {None if group.per_position is None else len(group.per_position) for group in groups}
     if len(kinds) != 1:
         raise DefinitionsMixed("groups with different positions cannot be added", fix="Measure them in one run.")
@@ -61,12 +57,7 @@ def rates(groups: Sequence[Counts]) -> tuple[float, ...] | None:
 
 
 def mean_of_categories(rows: Iterable[AcceptanceRow], categories: Iterable[str]) -> float:
-    """Return the mean over the categories of one dataset, with equal weights.
-
-    Raises:
-        DefinitionsMixed: the rows differ in method, dataset or revision.
-        AcceptanceInvalid: a category has no row, or two.
-    """
+    """Return the mean over the categories of one dataset, with equal weights; each needs one row, all of one method."""
     rows = list(rows)
     for row in rows[1:]:
         apart = [n for n in (*METHOD, "dataset", "revision") if row[n] != rows[0][n]]
@@ -101,9 +92,6 @@ def make_rows(
     Args:
         counts: of groups in which something was drafted; at least one.
         answers: as in `sanity`.
-        shared: the fields that are the same in all rows.
-        averaging: what the first figure is a mean over.
-        speed: if it was measured.
     """
     means: dict[Averaging, float | None] = {averaging: micro(counts), "macro_request": macro(counts)}
     for way, value in means.items():
@@ -127,9 +115,7 @@ def interval(groups: Sequence[Counts], averaging: str, seed: int = 0) -> Interva
     """Return the bootstrap interval of a mean, sampling groups with replacement; None for fewer than two groups.
 
     Args:
-        groups: of one category, or of all.
         averaging: "micro_steps" or "macro_request".
-        seed: of the sampling.
     """
     if len(groups) < 2:
         return None
@@ -147,11 +133,7 @@ def interval(groups: Sequence[Counts], averaging: str, seed: int = 0) -> Interva
 
 
 def sanity(answers: Sequence[tuple[str, int, bool]]) -> Sanity:
-    """Describe answers.
-
-    Args:
-        answers: for each, its text, tokens, and whether it was cut at the limit.
-    """
+    """Describe answers: for each, its text, tokens, and whether it was cut at the limit."""
     return Sanity(
         distinct_4grams=sum(distinct_ngrams(text, tokens) for text, tokens, _ in answers) / len(answers),
         mean_tokens=sum(tokens for _, tokens, _ in answers) / len(answers),

@@ -62,7 +62,6 @@ class Benchmark:
     """The subject of one line's figures.
 
     Attributes:
-        dataset, category, revision, prompts, prompts_sha256, domain: as in `AcceptanceRow`.
         source: URL and date of the figures, if their source omits the revision or the number of prompts; None if it
             states both.
     """
@@ -77,7 +76,6 @@ class Benchmark:
 
     @classmethod
     def of(cls, row: AcceptanceRow) -> Self:
-        """Return a figure's subject."""
         unsaid = any(row[name] is None for name in LINE if name not in MAY_BE_UNSAID)
         source = ", ".join(filter(None, (row.url, row.date))) if unsaid else None
         return cls(**row.line, domain=row.domain, source=source)
@@ -93,8 +91,7 @@ class Line:
     """One line of a table.
 
     Attributes:
-        about: its subject.
-        category, benchmark, prompts: the text shown for it.
+        category, benchmark, prompts: the text shown for its subject.
         rows: a figure for each column, None if there is none.
         cells: the text shown for them.
     """
@@ -112,9 +109,7 @@ class Table:
     """A table of figures.
 
     Attributes:
-        columns: headings of the figures' columns.
         keys: for each column, how its figures were measured.
-        lines: in the order of the rows.
     """
 
     columns: tuple[str, ...]
@@ -153,14 +148,10 @@ class Table:
 
 
 def table_of(acceptances: Iterable[AcceptanceFile], expected: Mapping[str, Sequence[str]]) -> Table | None:
-    """Arrange all figures about one head in a table.
+    """Arrange all figures about one head in a table; None if there is nothing to show and nothing missing.
 
     Args:
-        acceptances: files about it.
         expected: categories of datasets that were expected, in addition to those in the files.
-
-    Returns:
-        The table, None if there is nothing to show and nothing missing.
     """
     files = tuple(acceptances)
     rows = [row for file in files for row in file.rows]
@@ -312,14 +303,10 @@ def _cell(own: Mapping[Benchmark, AcceptanceRow], about: Benchmark, absent: Mapp
 
 
 def tell_apart(names: Sequence[Hashable], benchmarks: Sequence[Benchmark]) -> list[str]:
-    """Return what to add to the names of lines so that no two read alike.
+    """Return what to add to the names of lines so that no two read alike, e.g. ", revision main"; "" for a unique one.
 
     Args:
-        names: the text shown for each line.
         benchmarks: the subject of each; no two are equal.
-
-    Returns:
-        For each line e.g. ", revision main", and "" if its name is unique.
     """
     told = [""] * len(names)
     for field, words in FURTHER.items():
@@ -346,9 +333,6 @@ def draw_bars(
     """Draw a group of bars for each label.
 
     Args:
-        file: the PNG to write.
-        title: the chart's title.
-        labels: of the groups.
         series: a name and a value for each label, None if there is none.
         top: the end of the axis; K + 1 for acceptance lengths.
 
