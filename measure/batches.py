@@ -60,7 +60,6 @@ class Calibration:
         batches: re-iterable; each pass must give the same batches in the same order. Computation runs on the device of
             `lm_head`, wherever they are stored.
         lm_head: the target's, `[vocab, target_hidden]`, on the head's device.
-        name: a description of the text, for the manifest.
         prompts: the digest of each prompt in the text, for the manifest.
         parts: which part each batch belongs to; by position if not given.
     """
@@ -81,11 +80,9 @@ class Calibration:
         return self.batches[index].to(self.lm_head.device)
 
     def indices(self, part: Part) -> list[int]:
-        """Return which batches belong to a part."""
         return [index for index, own in enumerate(self.part_of_each()) if own == part]
 
     def part_of_each(self) -> Sequence[Part]:
-        """Return the part of each batch."""
         return self.parts or [part_of(place) for place in range(len(self.batches))]
 
     def logits(self, batch: StatesBatch) -> Tensor:
@@ -116,11 +113,9 @@ def part_of(place: int) -> Part:
 def check_calibration(calibration: Calibration, spec: HeadSpec) -> int:
     """Refuse a calibration that does not belong to a head, is damaged, or is too small for it; takes one pass.
 
-    Returns:
-        Rows for the fit: chains times draft steps.
-
     Raises:
-        CalibrationInvalid: it comes from another target than the head's, contains NaN or Inf, or see `check_amount`.
+        CalibrationInvalid: it comes from another target than the head's, contains NaN or Inf, has texts too short for a
+            draft, too few rows, or no part to choose or measure on.
     """
     shapes = check_batches(calibration, spec)
     return check_amount(shapes, calibration.part_of_each(), spec, calibration.name)
@@ -148,15 +143,9 @@ def check_amount(shapes: Sequence[tuple[int, int]], parts: Sequence[Part], spec:
 
     Args:
         shapes: for each batch, the number of texts and of tokens in each.
-        parts: for each batch, its part.
-        spec: the head to convert.
-        name: a description of the text.
 
     Returns:
         Rows for the fit: chains times draft steps.
-
-    Raises:
-        CalibrationInvalid: it has texts too short for a draft, too few rows, or no part to choose or measure on.
     """
     for texts, length in shapes:
         if length < STEPS + 2:

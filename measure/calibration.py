@@ -27,9 +27,7 @@ class CalibrationTexts:
     """The calibration text of a head, with its states not yet in memory.
 
     Attributes:
-        name: of the file or folder.
         prompts: the digest of each prompt.
-        parts: which part each batch belongs to.
         gather: returns the batches; runs the target if their states are not stored.
     """
 
@@ -39,11 +37,7 @@ class CalibrationTexts:
     gather: Callable[[], Sequence[StatesBatch]]
 
     def calibration(self, lm_head: Tensor) -> Calibration:
-        """Gather the states.
-
-        Args:
-            lm_head: the target's, fp32 `[vocab, target_hidden]`, on the device for computation.
-        """
+        """Gather the states; `lm_head` is fp32 `[vocab, target_hidden]`, on the device for computation."""
         return Calibration(self.gather(), lm_head, self.name, self.prompts, self.parts)
 
 
@@ -52,7 +46,6 @@ def stored_texts(states: StoredStates, spec: HeadSpec, *, is_fitted: bool = True
 
     Args:
         states: the folder, opened for the head's captured layers.
-        spec: the head's.
         is_fitted: whether an attention is fitted on them, which needs more of them than scales do.
 
     Raises:
@@ -71,11 +64,8 @@ def prompted_texts(
     """Join the prompts of each part and cut them into texts of one length, for a target to run over.
 
     Args:
-        file: the prompts.
         context: tokens of a text.
-        spec: the head's.
         target: provides the tokenizer, and runs later.
-        trust_remote_code: whether the tokenizer may run its own Python code.
 
     Raises:
         PromptsInvalid: they cannot be read.

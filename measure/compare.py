@@ -30,8 +30,6 @@ def compare(
     Sampled acceptance is the sum of min(p, q), in expectation over every position (`drafters.chain`).
 
     Args:
-        original, converted: the heads.
-        calibration: the text.
         batches: what to measure on instead of its held-out part.
         trained: the original after the same training as the converted head.
     """

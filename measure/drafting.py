@@ -59,12 +59,7 @@ class Halves:
 
 
 def count_halves(text: Text, vocab: int) -> Halves | None:
-    """Count the pairs of a text so that no sequence is drafted from its own pairs; None for a single sequence.
-
-    Args:
-        text: the text.
-        vocab: rows of the target's vocabulary.
-    """
+    """Count the pairs of a text so that no sequence is drafted from its own pairs; None for a single sequence."""
     by_place = {place: row for batch in text.batches for place, row in zip(batch.places, batch.tokens, strict=True)}
     order = sorted(by_place)
     if len(order) < 2:
@@ -84,9 +79,6 @@ def differ(source: Tensor, output: Tensor, source_ids: Tensor, output_ids: Tenso
 
     Returns:
         For each of the B sequences, `[7, K]` float64; see the rows' names.
-
-    Raises:
-        TargetInvalid: no token is in both vocabularies.
     """
     if not torch.equal(source_ids, output_ids):
         source, output = _common(source, output, source_ids, output_ids)
@@ -150,7 +142,6 @@ class Gathered:
     """Results for each sequence of a text, in one order.
 
     Attributes:
-        categories: each sequence's.
         acceptance: by drafter.
         apart: differences of the two compared drafters.
     """
@@ -160,7 +151,6 @@ class Gathered:
     apart: list[Tensor] = field(default_factory=list)
 
     def only(self, category: str) -> Gathered:
-        """Return the results for the sequences of one category."""
         own = [i for i, name in enumerate(self.categories) if name == category]
         return Gathered(
             [category] * len(own),
@@ -255,7 +245,6 @@ def head_drafter(head: RunningDrafter, steps: int, stored: tuple[int, ...] | Non
     """Return kconv's own forward of a drafter as a program.
 
     Args:
-        head: the head.
         steps: K.
         stored: the layers whose outputs the states hold, including the head's own; only the head's own if None.
     """
@@ -302,8 +291,6 @@ def measure(
     """Measure drafters on one text, with the target in memory.
 
     Args:
-        text: the text.
-        model: the target.
         captured: layers whose outputs the drafters read.
         steps, drafters, compare, bigram, parts: as in `measure_states`.
     """
@@ -328,14 +315,11 @@ def measure_states(
     """Measure drafters on one text.
 
     Args:
-        text: the text.
         run: returns the target's states for a batch, whatever their origin.
         steps: K.
-        drafters: by name.
         compare: names of the source and the output, to be compared position by position.
         bigram: a bigram table to show next to the heads, with prompt lookup, or two by halves of the text; neither is
             shown if None.
-        parts: two heads whose parts to compare.
     """
     gathered = Gathered(acceptance={name: [] for name in drafters})
     for batch in text.batches:

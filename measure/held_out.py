@@ -29,7 +29,6 @@ class HeldOut:
     Attributes:
         file: the file's name, or the suite's name and its commit.
         revision: the suite's commit, or the file's sha256.
-        prompts: the prompts.
         tokens: token ids of each prompt's first turn, in the same order; empty for a prompt without tokens.
     """
 
@@ -48,9 +47,7 @@ def encode_held_out(name: str, target: Source, limit: int, *, trust_remote_code:
 
     Args:
         name: as in `read_held_out`.
-        target: provides the tokenizer.
         limit: texts are cut to this many tokens.
-        trust_remote_code: whether the tokenizer may run its own Python code.
 
     Raises:
         PromptsInvalid, SuiteInvalid, HubRefused, HubUnreachable: see `read_held_out`; or no prompt has a token.
@@ -78,7 +75,7 @@ def read_held_out(name: str) -> tuple[tuple[Prompt, ...], str]:
 
     Raises:
         PromptsInvalid: they cannot be read, or a suite is named without a commit.
-        SuiteInvalid, HubRefused, HubUnreachable: see `bench_suites`.
+        SuiteInvalid, HubRefused, HubUnreachable: see `load_suite`.
     """
     suite, _, revision = name.partition("@")
     if suite in SUITES and not Path(name).exists():

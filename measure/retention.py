@@ -25,7 +25,6 @@ class Retention:
     """A converted or quantized head compared with the original.
 
     Attributes:
-        sequences, positions: how much text was measured.
         context: tokens of the longest sequence.
         steps: K.
         before, after: sampled acceptance lengths, including the bonus token.
@@ -72,8 +71,6 @@ def check_retention(figures: Retention, least: float, instead: str = "") -> None
     Sampled acceptance is judged by its mean, and greedy acceptance only if it is clearly below.
 
     Args:
-        figures: of the head and its original.
-        least: the required share.
         instead: a sentence about what would retain more; empty if nothing is known to.
 
     Raises:
@@ -114,12 +111,8 @@ def conversion_record(
     """Return the manifest's record of an approximation: what was done, on what text, and what it retained.
 
     Args:
-        calibration: the text used for the fit or the scales.
-        held_out: figures on text that neither saw.
         method: the steps, in one sentence.
         rows: rows in the fit, chains times draft steps.
-        details: choices that the fit made.
-        heal_steps: healing steps.
         fingerprint: of the measured head; see `drafters.fingerprint`.
     """
     from ..checkpoint.manifest import ConversionRecord

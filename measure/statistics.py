@@ -18,11 +18,7 @@ from ..drafters.chain import Acceptance, pool
 
 
 def influences(parts: Sequence[Acceptance]) -> Tensor:
-    """Return how much each sequence moves the pooled figures: `[m, K + 1]`, each position's rate and then the length.
-
-    Args:
-        parts: the acceptance on each of m sequences, of the same K.
-    """
+    """Return how much each sequence moves the pooled figures: `[m, K + 1]`, each position's rate, then the length."""
     accepted = torch.tensor([part.accepted for part in parts], dtype=torch.float64)
     drafts = torch.tensor([part.drafts for part in parts], dtype=torch.float64)[:, None]
     accepted = torch.cat([accepted, accepted.sum(1, keepdim=True)], dim=1)

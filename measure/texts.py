@@ -67,12 +67,9 @@ def make_texts(
     """Create the three texts of a set of prompts.
 
     Args:
-        model: the target, from `target.model.load_target`.
-        prompts: token ids of each prompt.
         prompt_tokens: length to which prompts are cut before they are continued.
         new_tokens: length of the continuations.
         steps: draft steps that each text must have room for.
-        seed: of the sampled continuations.
         categories: of each prompt; empty if unknown.
 
     Returns:
@@ -105,9 +102,7 @@ def stored_texts(states: StatesFolder, *, steps: int, vocab: int) -> tuple[Text,
     """Create the texts of stored states; `Batch.places` are the sequences' numbers there.
 
     Args:
-        states: the states.
         steps: draft steps that each text must have room for; shorter sequences are omitted.
-        vocab: rows of the target's vocabulary.
 
     Raises:
         PromptsInvalid: no sequence has room for them.

@@ -77,7 +77,6 @@ class Watched:
         self.heads = torch.empty(0)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """See `drafters.attention.Context.attend`."""
         output = self._inner.attend(layer, query, key, value, scale)
         self.heads = output.transpose(1, 2).flatten(2)
         return output
