@@ -62,8 +62,6 @@ class Answer:
     """The target's answer in one turn.
 
     Attributes:
-        text: its text.
-        tokens: their number.
         cut: whether the token limit cut it off.
         histogram: of its verify steps, by the number of accepted drafted tokens, if the engine reports it.
     """
@@ -94,7 +92,6 @@ class Reply:
 
     @property
     def succeeded(self) -> bool:
-        """Whether it is no error."""
         return httpx.codes.is_success(self.status)
 
     @property
@@ -106,6 +103,8 @@ class Reply:
 @dataclass(frozen=True)
 class Client:
     """A server and the model it serves.
+
+    A server that cannot be reached, or answers with an error or not as expected, raises EngineFailed.
 
     Attributes:
         url: its root, e.g. "http://127.0.0.1:8000".
@@ -122,12 +121,7 @@ class Client:
     def complete(self, prompt: list[int], new_tokens: int) -> list[int]:
         """Return the greedy continuation of a prompt, as token ids; it continues after an end-of-text token.
 
-        Args:
-            prompt: token ids.
-            new_tokens: how many to generate; fewer come back only if the context is full.
-
-        Raises:
-            EngineFailed: the server cannot be reached, answers with an error, or without token ids.
+        Fewer than `new_tokens` come back only if the context is full.
         """
         return self.complete_whole(prompt, new_tokens)[0]
 
@@ -143,17 +137,7 @@ class Client:
     def continue_counted(
         self, asking: PerRequest, prompt: Sequence[int], new_tokens: int, draft_tokens: int
     ) -> tuple[list[int], Counts | None]:
-        """Return the greedy continuation of a prompt as token ids, and what was drafted for it.
-
-        Args:
-            asking: how to ask this engine.
-            prompt: token ids.
-            new_tokens: how many to generate.
-            draft_tokens: K.
-
-        Raises:
-            EngineFailed: the server cannot be reached, answers with an error, or gives an unexpected answer.
-        """
+        """Return the greedy continuation of a prompt as token ids, and what was drafted for it."""
         answer = self._request(asking.path, asking.body(self.model, prompt, new_tokens))
         fix = "Pass the engine's own address, and use a release that kconv knows."
         with self._reading(f"the server's answer has no token ids: {answer[:SHOWN]}", fix):
@@ -162,15 +146,7 @@ class Client:
             return _counts(ids), counted
 
     def complete_text(self, prompt: list[int], new_tokens: int) -> str:
-        """Return the greedy continuation of a prompt as text, for an engine that returns no token ids.
-
-        Args:
-            prompt: token ids.
-            new_tokens: how many to generate.
-
-        Raises:
-            EngineFailed: the server cannot be reached, answers with an error, or gives an unexpected answer.
-        """
+        """Return the greedy continuation of a prompt as text, for an engine that returns no token ids."""
         answer = self._complete(prompt, new_tokens, {})
         with self._reading(f"the server's answer is not a completion: {answer[:SHOWN]}", OPENAI):
             [choice] = parse_json(answer)["choices"]
@@ -183,11 +159,7 @@ class Client:
         temperature: float,
         asking: PerRequest | None = None,
     ) -> Answer:
-        """Return the answer to a dialogue, and how it was drafted if `asking` says how to request that.
-
-        Raises:
-            EngineFailed: the server cannot be reached, answers with an error, or gives an unexpected answer.
-        """
+        """Return the answer to a dialogue, and how it was drafted if `asking` says how to request that."""
         body = {"model": self.model, "messages": list(messages), "max_tokens": max_tokens, "temperature": temperature}
         body |= dict(self.extra) | (dict(asking.chat) if asking else {})
         answer = self._request("/v1/chat/completions", body)
@@ -206,11 +178,7 @@ class Client:
             )
 
     def chat_timed(self, messages: Sequence[Mapping[str, str]], max_tokens: int, temperature: float) -> TimedAnswer:
-        """Return the streamed answer to a dialogue, with its times.
-
-        Raises:
-            EngineFailed: the server cannot be reached, answers with an error, or does not stream.
-        """
+        """Return the streamed answer to a dialogue, with its times."""
         url = f"{self.url}/v1/chat/completions"
         body = {"model": self.model, "messages": list(messages), "max_tokens": max_tokens, "temperature": temperature}
         body |= dict(self.extra) | {"stream": True, "stream_options": {"include_usage": True}}
@@ -281,24 +249,14 @@ class Client:
         return True
 
     def page(self, path: str) -> str:
-        """Return the text at a path, "" if the server says that there is none.
-
-        Raises:
-            EngineFailed: the server cannot be reached, or fails.
-        """
+        """Return the text at a path, "" if the server says that there is none."""
         reply = again(lambda: self.send(path))
         if reply.status in BUSY:
             raise EngineFailed(reply.complaint, where=self.url + path, fix="Check the server's log.")
         return reply.data.decode(errors="replace") if reply.succeeded else ""
 
     def recognize(self) -> tuple[Engine, Counters]:
-        """Return the server's engine, and how to read its counters.
-
-        Raises:
-            CountersMissing, DefinitionsMixed: see `registry.recognize`.
-            CountersDisturbed: see `rest`.
-            EngineFailed: the server generates no token, when one is needed to identify its counters.
-        """
+        """Return the server's engine, and how to read its counters."""
         try:
             engine, counters = self._shown()
         except CountersMissing:
@@ -321,33 +279,19 @@ class Client:
         again(lambda: self._request("/v1/completions", ONE_TOKEN | {"model": self.model}))
 
     def version(self, counters: Counters) -> str:
-        """Return the engine's version.
-
-        Raises:
-            EngineFailed: the server does not report it.
-        """
         page = self.page(counters.version)
         with self._reading(f"the server does not report its version at {counters.version}", "Give --engine-version."):
             return str(parse_json(page)["version"])
 
     def read_counters(self, counters: Counters) -> Totals:
-        """Return what the server has counted since it started.
-
-        Raises:
-            EngineFailed: the server cannot be reached or answers with an error.
-            CountersMissing: it does not count drafts.
-        """
+        """Return what the server has counted since it started."""
         return counters.read(again(lambda: self._request(counters.metrics)))
 
     def rest(self, counters: Counters, enough: Callable[[Totals], bool] = lambda _: True) -> Totals:
-        """Read the counters once they stop moving.
+        """Read the counters once they stop moving; CountersDisturbed if they never do.
 
         Args:
-            counters: the counters to read.
             enough: whether they hold everything expected; kconv waits for that only briefly.
-
-        Raises:
-            CountersDisturbed: they never stop, so someone else is using the server.
         """
         start, last, still = time.monotonic(), self.read_counters(counters), time.monotonic()
         while True:
@@ -454,22 +398,13 @@ def _broken(fault: Exception, url: str) -> ConnectionBroken:
 
 
 def _counts(value: Any) -> list[int]:
-    """Return a list of counts or token ids.
-
-    Raises:
-        TypeError, ValueError: it is something else.
-    """
     if not isinstance(value, list) or not all(type(one) is int and 0 <= one < MOST for one in value):
         raise ValueError("it is not a list of counts")
     return value
 
 
 def _text(value: Any) -> str:
-    """Return a text; null counts as empty text.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """Return a text; null counts as empty text."""
     if not isinstance(value, str | None):
         raise ValueError("it is not text")
     return value or ""
@@ -498,11 +433,7 @@ def _bound(size: int, deadline: float, url: str) -> None:
 
 
 def _read(answer: httpx.Response, deadline: float, url: str) -> bytes:
-    """Return an answer's bytes; for an error, only as many as are shown.
-
-    Raises:
-        EngineFailed: it is too large, or still arriving after the deadline.
-    """
+    """Return an answer's bytes; for an error, only as many as are shown."""
     data = bytearray()
     for chunk in answer.iter_bytes():
         data += chunk
@@ -516,7 +447,6 @@ def check_told(server: Client, draft_tokens: int, tree: str) -> dict[str, Any]:
     """Compare K and the tree with what a server reports, and return the report; empty if there is none.
 
     Args:
-        server: the server that is measured.
         draft_tokens: K, from the user.
         tree: "chain", or "topk=N" if drafts branch, from the user.
 

@@ -53,9 +53,8 @@ def serve(serving: Serving, engine: Engine) -> Iterator[Served]:
     """Start an engine, wait until it is ready, and finally stop it with all its processes.
 
     Raises:
-        EngineFailed: kconv cannot start it; or it dies or is not ready in time, and the message ends with the log's
-            last
-        lines.
+        EngineFailed: kconv cannot start it; or it dies or is not ready in time, and the message ends with the
+            log's last lines.
     """
     if (starter := engine.starter) is None:
         raise EngineFailed(f"kconv cannot start {engine.title}", fix="Pass the --url of a running server.")

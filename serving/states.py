@@ -62,7 +62,6 @@ def states_options(captured: Sequence[int], layers: int, shared: Path) -> dict[s
 
     Args:
         captured: layers, as outputs.
-        layers: the target's number of layers.
         shared: the folder that it writes to, which this machine must see too.
     """
     ids = [*(layer + 1 for layer in captured), *([layers] if captured[-1] + 1 < layers else [])]
@@ -81,12 +80,11 @@ def states_options(captured: Sequence[int], layers: int, shared: Path) -> dict[s
 
 @dataclass(frozen=True)
 class ServedRunner:
-    """A target that runs in a server; see `targets.states_runner.Runner`.
+    """A target that runs in a server; see `Runner`.
 
     Attributes:
         client: the server, started with `states_options`.
         shared: the folder that it writes to, as seen from here.
-        config: the target's.
         norm, lm_head: the target's final norm [H] and output matrix [V, H].
         dtype: safetensors name of the dtype that the server computes in.
         patience: seconds that writing a file may take.
@@ -105,12 +103,7 @@ class ServedRunner:
     name: str = "kconv"
 
     def capture(self, tokens: torch.Tensor, captured: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Runner.capture`.
-
-        Raises:
-            EngineFailed: the server cannot be reached, or returns no states.
-            StatesInvalid: the states do not match these tokens, layers and dtype.
-        """
+        """See `Runner.capture`."""
         ids = tokens[0].tolist()
         early = ids[: min(EARLY, len(ids) // 2)]
         compared = []
@@ -132,11 +125,7 @@ class ServedRunner:
         return states[:, : len(captured)].flatten(1).unsqueeze(0), hidden.unsqueeze(0)
 
     def extend(self, kind: str, prompts: Sequence[Sequence[int]], length: int, seed: int) -> list[list[int]]:
-        """See `Runner.extend`; greedy only, since sampling with speculation follows the engine, not the target.
-
-        Raises:
-            EngineFailed: the server cannot be reached, or sampled continuations are asked for.
-        """
+        """See `Runner.extend`; greedy only, since sampling with speculation follows the engine, not the target."""
         if kind != "greedy":
             raise EngineFailed(
                 "sampling on a server with speculation may not follow the target's distribution",
@@ -261,7 +250,6 @@ class ServedRunner:
         """Refuse final states `[T, H]` that do not give the server's own next tokens the logprobs that it reported.
 
         Args:
-            hidden: the states.
             compared: rows, with the token that follows, its logprob, and the allowed difference by dtype.
         """
         states = hidden[[row for row, *_ in compared]].float()
@@ -302,11 +290,7 @@ def swept(shared: Path) -> Iterator[str]:
     """Yield a name for requests; files written under it that nobody read are removed, however this process ends.
 
     vLLM names a request's file after the request, whose name the client may choose, and writes it even if the client
-    has
-    gone (https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/entrypoints/openai/completion/serving.py#L141).
-
-    Args:
-        shared: the folder that the server writes to, as this machine sees it.
+    has gone (https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/entrypoints/openai/completion/serving.py#L141).
     """
     name = f"kconv-{secrets.token_hex(8)}"
     words = [sys.executable, "-I", "-c", SWEEP, str(shared), f"*{name}*", str(LATE_SECONDS)]
