@@ -46,13 +46,7 @@ DPI = 120
 def chart(
     file: Path, *, panels: int = 1, width: float = 6.0, height: float = 3.4, same_y: bool = False
 ) -> Iterator[tuple[Figure, list[Axes]]]:
-    """Yield a figure and its panels, side by side, to draw into; write the file at the end.
-
-    Args:
-        file: the PNG to write.
-        panels: the number of panels.
-        width, height: of the figure, in inches.
-        same_y: whether all panels share one y scale.
+    """Yield a figure of this size in inches and its panels, side by side, to draw into; write the PNG at the end.
 
     Raises:
         ImportError: matplotlib is not installed; it comes with kconv[plots].

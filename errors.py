@@ -23,9 +23,7 @@ def readable(text: object) -> str:
 class Where(str):
     """What an error or a problem is about: the text that says it, and the file and the key as values.
 
-    Attributes:
-        file: the file; relative if it is one of the checkpoint in hand.
-        key: the key in the file; empty for the whole file.
+    The file is relative if it is one of the checkpoint in hand. An empty key means the whole file.
     """
 
     file: Path
@@ -88,14 +86,11 @@ class KconvError(Exception):
 class Problem:
     """Something wrong with a checkpoint, as data: reading collects them, converting raises the first error.
 
+    The other fields are those of a `KconvError`.
+
     Attributes:
-        code: the rule's id, e.g. "K101".
         severity: "error" if nothing can be made of the head, else "warning" or "note"; its rule says what engines do.
-        where: the file, tensor or key concerned.
-        what: one sentence that says what was found, with its figures.
-        fix: what the user should do next, as an imperative sentence.
         kind: the error class that the problem is raised as.
-        needs: see `KconvError`.
     """
 
     code: str
@@ -107,7 +102,6 @@ class Problem:
     needs: str = ""
 
     def error(self) -> KconvError:
-        """Return the problem as an error that can be raised."""
         return self.kind(self.what, where=self.where, fix=self.fix, code=self.code, needs=self.needs)
 
 

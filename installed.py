@@ -85,9 +85,7 @@ def _origin(found: Distribution) -> tuple[str, bool]:
 def load_plugins(group: str, what: str) -> Iterator[tuple[object, str]]:
     """Yield what the entry points of a group name, in the order of their names, and where each stands.
 
-    Args:
-        group: the group.
-        what: a phrase for what they name, e.g. "a drafter".
+    `what` is a phrase for what they name, e.g. "a drafter".
 
     Raises:
         PluginInvalid: one of them cannot be loaded.

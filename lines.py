@@ -23,13 +23,7 @@ Words = str | tuple[str | Styled, ...]
 
 @dataclass(frozen=True)
 class Line:
-    """A line.
-
-    Attributes:
-        words: its text.
-        wraps: whether it is folded between words where it is wider than the terminal.
-        err: whether it goes to stderr, because it is not the result.
-    """
+    """A line: folded between words at the terminal's width if it `wraps`; on stderr (`err`) if it is not the result."""
 
     words: Words
     wraps: bool = True
@@ -42,8 +36,6 @@ class Table:
 
     Attributes:
         columns: their headings; empty for two columns without any.
-        rows: a text for each column.
-        title: above it.
         right: whether all columns but the first are aligned right.
     """
 
@@ -65,11 +57,7 @@ Part = str | Line | Table | Facts
 
 
 class Result:
-    """What an operation returns: it shows itself.
-
-    Attributes:
-        FOLDS: whether a pipe folds its tables and lines too, at 80 columns.
-    """
+    """What an operation returns: it shows itself. With `FOLDS` a pipe folds its tables and lines too, at 80 columns."""
 
     FOLDS: ClassVar[bool] = False
 
@@ -97,7 +85,6 @@ def next_command(*words: str | os.PathLike[str]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds in readable form."""
     if seconds != seconds:
         return "unknown"
     minutes, rest = divmod(int(seconds + 0.5), 60)

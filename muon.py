@@ -27,6 +27,5 @@ class Muon(torch.optim.Muon):
     """
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Take a step."""
         with _InFloat32():
             return super().step(closure)

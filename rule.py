@@ -135,7 +135,6 @@ class Rule(Generic[S]):
         return self.finding(Found(problem.where, problem.what, fix, needs=problem.needs), asked)
 
     def lines(self) -> Iterator[Part]:
-        """Yield what is known about it."""
         yield f"{self.id} {self.name} ({self.severity})"
         yield f"  {self.sentence}"
         engines = ", ".join(self.engines) or "all"
@@ -143,6 +142,5 @@ class Rule(Generic[S]):
         yield from (f"  {name}: {fact}" for name, fact in facts.items() if fact)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what is known about it, as one JSON object."""
         told = ("name", "severity", "sentence", "fix", "engines", "versions", "seen_in")
         return {"rule": self.id} | {name: getattr(self, name) for name in told}
