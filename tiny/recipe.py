@@ -23,16 +23,13 @@ class TinyRecipe:
     576, and Eagle3's default capture has three distinct layers only with 7 or more layers.
 
     Attributes:
-        steps: optimizer steps.
-        batch: sequences per step.
+        batch, seq: sequences per step, and tokens per sequence.
         parts: equal parts of a batch whose gradients are taken beside each other, on as many cores as there are, and
             then added in their order: so the target is the same on any number of cores.
-        seq: tokens per sequence.
         lr: peak learning rate of AdamW; it warms up for `warmup` steps and falls to 0 along a cosine.
         ends_lr: the same for the embedding and the output matrix, each of whose rows belongs to few tokens.
-        balance: how far a router's `e_score_correction_bias` moves per step towards equal loads
-            (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
-        seed: of the weights and of the batches.
+        balance: how far a router's `e_score_correction_bias` moves per step towards equal loads (DeepSeek-V3, arXiv
+            2412.19437, section 2.1.2).
     """
 
     vocab_size: int = 512
@@ -75,11 +72,9 @@ LIBRARIES = ("torch", "transformers", "tokenizers")
 
 
 def recipe_key(recipe: Any, *, source: str) -> str:
-    """Return 16 hex digits that identify a recipe's result on this installation.
+    """Return 16 hex digits that identify the result of a recipe, a dataclass of JSON values, on this installation.
 
-    Args:
-        recipe: a dataclass of JSON values.
-        source: a constant that is raised when the code that follows the recipe changes its result.
+    `source` is a constant that is raised when the code that follows the recipe changes its result.
     """
     parts = {
         "recipe": dataclasses.asdict(recipe),

@@ -41,10 +41,7 @@ CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content
 def train_tokenizer(documents: Iterable[str], vocab: int, max_positions: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE; any text is encodable and decodes to itself.
 
-    Args:
-        documents: the text to learn merges from.
-        vocab: number of entries, including special tokens and 256 bytes.
-        max_positions: tokens; stated in the tokenizer's config.
+    `vocab` includes special tokens and 256 bytes; the tokenizer's config states `max_positions`, in tokens.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -107,17 +104,7 @@ def initialize(model: CausalLM) -> None:
 
 
 def train(model: CausalLM, tokens: torch.Tensor, recipe: TinyRecipe, progress: Progress) -> None:
-    """Train a model in place on random windows of a token stream.
-
-    Args:
-        model: freshly initialized.
-        tokens: the documents, one after the other: [N] int64.
-        recipe: steps, batch, seq and the optimizer's settings.
-        progress: called after each step.
-
-    Raises:
-        TrainingFailed: the loss is NaN or infinite.
-    """
+    """Train a freshly initialized model in place on random windows of a token stream, [N] int64."""
     generator = torch.Generator().manual_seed(recipe.seed)
     parameters = list(model.parameters())
     offsets = torch.arange(recipe.seq + 1)
@@ -176,17 +163,15 @@ class Balance:
         self.counts.clear()
 
     def close(self) -> None:
-        """Stop counting."""
         for hook in self.hooks:
             hook.remove()
 
 
 @torch.no_grad()
 def held_out_loss(model: CausalLM, tokens: torch.Tensor, seq: int) -> float:
-    """Return the mean negative log-likelihood of a token stream, in nats per token.
+    """Return the mean negative log-likelihood of a token stream [N], in nats per token.
 
-    Args:
-        tokens: [N] int64; cut into windows of `seq` tokens, each read without the text before it.
+    The stream is cut into windows of `seq` tokens, each read without the text before it.
     """
     windows = (len(tokens) - 1) // seq
     inputs = tokens[: windows * seq].view(windows, seq)
@@ -250,16 +235,11 @@ TRAINING_ONLY = ("steps", "batch", "parts", "seq", "lr", "ends_lr", "warmup", "b
 
 
 def make_target(recipe: TinyRecipe, cache: Path, progress: Progress = lambda *_: None) -> Path:
-    """Train a tiny target from scratch, or find the one that this recipe made before.
-
-    Args:
-        recipe: the target to make.
-        cache: the folder under which targets are kept.
-        progress: called after each training step.
+    """Train a tiny target from scratch, or find in the cache the one that this recipe made before.
 
     Returns:
-        A folder with config.json, generation_config.json, model.safetensors (fp32, one tensor per expert),
-        the tokenizer, and training.json, which records how it was made and how well it predicts.
+        A folder with config.json, generation_config.json, model.safetensors (fp32, one tensor per expert), the
+            tokenizer, and training.json, which records how it was made and how well it predicts.
 
     Raises:
         TrainingFailed: the loss is NaN or infinite, or this Python has no text to train on.
@@ -342,14 +322,11 @@ def write_tiny(
     `held-out.jsonl`, prompts to draft on.
 
     Args:
-        out: the folder to create.
-        size: of the target.
-        prompts: how many held-out prompts.
-        prompt_tokens: the minimum length of one.
+        prompts, prompt_tokens: how many held-out prompts, and the minimum length of one.
         documents: the maximum number of documents to train on; None for all.
 
     Raises:
-        OutputExists, OutputFailed: see `checkpoint.staging`.
+        OutputExists, OutputFailed: the folder exists, or cannot be written.
         TrainingFailed: see `make_target`.
     """
     made = make_target({"demo": DEMO, "test": TEST}[size], cache_root())

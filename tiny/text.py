@@ -27,9 +27,7 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 class Corpus:
     """The documents, split; no document occurs twice, and no paragraph of a held-out one occurs in a trained one.
 
-    Attributes:
-        train: for training the tokenizer, the tiny target and its draft heads.
-        held_out: never trained on; somewhat less than `HELD_OUT` of all documents.
+    Somewhat less than `HELD_OUT` of all documents are held out.
     """
 
     train: tuple[str, ...]
