@@ -62,10 +62,8 @@ class DemoRecipe:
     """The demo's settings.
 
     Attributes:
-        target: the tiny target's recipe.
         heads: recipes of the heads, by the name of their folder.
         prompts: how many held-out documents to draft on.
-        prompt_tokens, new_tokens: length of the prompts and of their continuations.
         steps: drafted tokens per verify step (K).
         seed: of the sampled continuations.
     """
@@ -105,16 +103,9 @@ class _Bench:
 
 
 def run_demo(out: Path, cache: Path, stage: Stage, recipe: DemoRecipe = RECIPE) -> list[Made]:
-    """Make a target and heads, convert them, measure them, and write cards.
+    """Make a target and heads, convert them, measure them, and write cards; return one result for each head.
 
-    Args:
-        out: the folder to create.
-        cache: where trained targets and heads are kept between runs, by the hash of their recipe.
-        stage: shows progress.
-        recipe: the demo's settings.
-
-    Returns:
-        One result for each head.
+    The cache keeps trained targets and heads between runs, by the hash of their recipe.
 
     Raises:
         OutputExists: something exists at `out`.
@@ -145,11 +136,7 @@ def _train(
 ) -> Iterator[tuple[str, Path]]:
     """Train heads with ModelOpt in parallel, one process and core each, or find those of the same recipes.
 
-    Yields:
-        The name and folder of each, as soon as it is trained.
-
-    Raises:
-        TrainingFailed: a head could not be trained, or its process was ended.
+    Each is yielded as soon as it is trained.
     """
     tokenizer, corpus = load_tokenizer(target).inner, read_corpus()
     text, held_out = pack(tokenizer, corpus.train), pack(tokenizer, corpus.held_out)
@@ -218,7 +205,6 @@ def _raise_first(done: Iterable[Future[KconvError | None]]) -> None:
 
 
 def _title(what: str, work: str, kept: Path) -> str:
-    """Name a stage by its work, or note that an earlier run already made its result."""
     return f"{what}: {'kept from before' if kept.exists() else work}"
 
 

@@ -35,48 +35,36 @@ class Output(Folder):
         return self.label
 
     def open_headers(self) -> Checkpoint:
-        """Open the folder; see `open_checkpoint` for its errors."""
         return open_checkpoint(self.path, source=self.label)
 
     def open_weights(self) -> Checkpoint:
-        """Open the folder; see `open_checkpoint` for its errors."""
         return open_checkpoint(self.path, source=self.label)
 
 
 @dataclass
 class StepContext(Context):
-    """The context of a step: `$step` is an earlier step's output.
-
-    Attributes:
-        root: the release's folder.
-        say: called with progress messages.
-    """
+    """The context of a step in the release's folder `root`: `$step` is an earlier step's output."""
 
     root: Path = Path()
     say: Callable[[str], None] = lambda _: None
 
     def source(self, name: str) -> Source:
-        """Return the checkpoint for a name."""
         if (made := reference(name)) is None:
             return super().source(name)
         step, rest = made
         return Output(self.root / f"{step}{rest}", f"{self.root.resolve().name}/{step}{rest}")
 
     def path(self, name: str) -> Path:
-        """Return the file or folder for a name."""
         made = reference(name)
         return Path(name) if made is None else self.root / f"{made[0]}{made[1]}"
 
     def log(self, text: str) -> None:
-        """Print a message."""
         self.say(text)
 
     def status(self, title: str) -> Any:
-        """Show a task's progress messages."""
         return _Told(lambda text: self.say(f"{title}: {text}"))
 
     def steps(self, title: str) -> Any:
-        """Show the progress of training."""
         return _Told(lambda done, total, loss: self.say(f"{title}: step {done} of {total}, loss {loss:.3f}"))
 
 
@@ -103,22 +91,15 @@ class StepInputs:
         return {name: tuple(one() for one in own) for name, own in self._digests.items()}
 
     def add(self, name: str, digest: Callable[[], str]) -> None:
-        """Add one input of a field."""
         self._digests[name] = (*self._digests.get(name, ()), digest)
 
 
 def make_context(root: Path, release: Release, text: str, say: Callable[[str], None]) -> StepContext:
-    """Return the context for the steps of a release."""
     return StepContext(ReleaseFacts(release.name, release.facts, text), root=root, say=say)
 
 
 def find_inputs(name: str, step: Step, context: StepContext, state: State) -> StepInputs:
-    """Find a step's inputs.
-
-    Raises:
-        ReleaseStateInvalid: the output of an earlier step does not exist, or lacks the requested part.
-        HubRefused, HubUnreachable: a hub id cannot be resolved.
-    """
+    """Find a step's inputs; refuse an earlier step's output that does not exist, or lacks the requested part."""
     found = StepInputs()
     for one in step.inputs():
         if one.made is not None:
@@ -137,15 +118,7 @@ def find_inputs(name: str, step: Step, context: StepContext, state: State) -> St
 def check_names(release: Release, text: str, meant: Mapping[str, bool], root: Path, file: Path | None = None) -> None:
     """Refuse files, folders and names that the steps read and that do not exist, before anything is computed.
 
-    Args:
-        release, text: the recipe and its text.
-        meant: whether each step is to run.
-        root: the folder of the release.
-        file: the recipe's file, for messages.
-
-    Raises:
-        RecipeInvalid: one does not exist, or is invalid.
-        HubRefused, HubUnreachable: a hub id cannot be resolved.
+    `meant` says whether each step is to run; `file` is the recipe's, for messages.
     """
     context = make_context(root, release, text, lambda _: None)
     wrong: list[tuple[str, str, str, str]] = []
@@ -211,8 +184,7 @@ def stated(step: Step, state: State, text: str) -> str:
 def refuse_stale(name: str, release: Release, text: str, state: State) -> None:
     """Refuse a card or a publication of another recipe's output, since the recipe is published as its origin.
 
-    Raises:
-        ReleaseStateInvalid: a step that it depends on, directly or not, was made with different statements.
+    It is another's if a step that it depends on, directly or not, was made with different statements.
     """
     if not release.steps[name].request.OF_RELEASE:
         return

@@ -27,7 +27,6 @@ class Planned:
     """The preview of a step.
 
     Attributes:
-        name, do: which step.
         runs: whether it would run; None if that depends on an earlier step's result.
         why: the reason, or what it waits for.
         size: bytes that it would write; None if not known yet.
@@ -48,8 +47,7 @@ class Preview:
 
     Attributes:
         steps: the selected ones, in order.
-        needed: bytes of disk that it needs, as far as known; `whole` says whether all are.
-        free: free bytes.
+        needed, free: bytes of disk. What it needs is as far as known; `whole` says whether all is.
         findings: what the license checks will find, as far as known.
     """
 
@@ -68,11 +66,7 @@ class Preview:
 def preview_release(release: Release, text: str, root: Path, selection: Selection, file: Path | None = None) -> Preview:
     """Return what running a release would do; writes nothing and downloads no weights.
 
-    Args:
-        release, text: the recipe and its text.
-        root: the folder of the release.
-        selection: which steps to run.
-        file: the recipe's file, for messages.
+    Messages name the recipe's `file`.
 
     Raises:
         RecipeInvalid: the selection names a step that does not exist, or a step reads a missing file.

@@ -45,9 +45,7 @@ class Input:
     """What a step reads.
 
     Attributes:
-        field: of its request.
-        value: as the recipe states it.
-        kind: what the field names; see `options.Marks`.
+        kind: what the field of its request names.
         id_too: whether a Hub id may stand for it.
         made: the earlier step whose output it is, and the "/path" inside; None for what no step makes.
     """
@@ -67,7 +65,6 @@ class Step:
     request: Operation
 
     def inputs(self) -> Iterator[Input]:
-        """Yield what the step reads."""
         for field, marks in type(self.request).inputs():
             value = getattr(self.request, field)
             id_too = marks.kind == "checkpoint" or "ID" in marks.metavar
@@ -97,11 +94,7 @@ def kinds() -> tuple[str, ...]:
 
 
 def read_step(values: Any) -> Step:
-    """Read a step of a recipe.
-
-    Raises:
-        ValueError: it names no operation, or the operation has no such option or value.
-    """
+    """Read a step of a recipe, or raise a ValueError, which pydantic reports."""
     if isinstance(values, Step):
         return values
     if not isinstance(values, Mapping):
@@ -202,10 +195,7 @@ def reference(value: str) -> tuple[str, str] | None:
 
 
 def read_release(file: Path) -> tuple[Release, str]:
-    """Read a recipe.
-
-    Returns:
-        The recipe and its text.
+    """Read a recipe; return it and its text.
 
     Raises:
         RecipeInvalid: it cannot be read, or has an unknown key or an invalid value.

@@ -40,11 +40,9 @@ class Done(StrictModel):
     Attributes:
         status: "running" from before it starts until its outcome is known.
         fingerprint: over everything that determines its result.
-        stated: over the recipe's statements about it when it was made, see `inputs.stated`.
+        stated: over the recipe's statements about it when it was made.
         files: its output, by path inside it; also the files that a failed step left.
-        seconds: how long it took.
         at: when, UTC.
-        fault: the error that stopped it.
     """
 
     status: Literal["running", "done", "failed"]
@@ -57,13 +55,7 @@ class Done(StrictModel):
 
 
 class State(StrictModel):
-    """The schema of run.json.
-
-    Attributes:
-        kconv: the version that wrote it last.
-        steps: by name.
-        seen: files outside the run's folder, by absolute path.
-    """
+    """The schema of run.json. `kconv` wrote it last; `seen` has files outside the run's folder, by absolute path."""
 
     schema_version: Literal[1] = 1
     kconv: str = ""
@@ -72,11 +64,7 @@ class State(StrictModel):
 
 
 def read_state(root: Path) -> State:
-    """Return the record in a run's folder; empty if it never ran.
-
-    Raises:
-        ReleaseStateInvalid: run.json does not match the schema.
-    """
+    """Return the record in a run's folder; empty if it never ran."""
     file = root / STATE
     if not os.path.lexists(file):
         return State()
@@ -90,11 +78,7 @@ def read_state(root: Path) -> State:
 
 
 def write_state(root: Path, state: State) -> None:
-    """Write run.json, whole or not at all.
-
-    Raises:
-        OutputFailed: the disk is full or not writable.
-    """
+    """Write run.json, whole or not at all."""
     with writing(root / STATE):
         beside = root / f".{STATE}.new"
         with beside.open("w", encoding="utf-8") as file:
@@ -105,11 +89,7 @@ def write_state(root: Path, state: State) -> None:
 
 
 def log(root: Path, event: str, **about: Any) -> None:
-    """Append a line to run.jsonl.
-
-    Raises:
-        OutputFailed: the disk is full or not writable.
-    """
+    """Append a line to run.jsonl."""
     line = {"at": datetime.now(UTC).isoformat(timespec="seconds"), "event": event} | about
     with writing(root / LOG), (root / LOG).open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
@@ -117,12 +97,7 @@ def log(root: Path, event: str, **about: Any) -> None:
 
 @contextmanager
 def locked(root: Path) -> Iterator[None]:
-    """Create a run's folder and lock it for this process.
-
-    Raises:
-        ReleaseBusy: another process holds the lock.
-        OutputFailed: the folder cannot be created.
-    """
+    """Create a run's folder and lock it for this process."""
     with writing(root):
         root.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(root / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
@@ -155,9 +130,7 @@ def mark_folder(folder: Path, known: dict[str, Mark]) -> dict[str, Mark]:
 def digest_marks(marks: dict[str, Mark], under: str = "") -> str | None:
     """Return one digest over files; over those below `under`, or that file alone; None if there are none.
 
-    Args:
-        marks: by path.
-        under: "/path" inside, or "" for all.
+    `marks` are by path; `under` is a "/path" inside, or "" for all.
     """
     inside = under.strip("/")
     own = {n: m for n, m in marks.items() if not inside or n == inside or n.startswith(f"{inside}/")}

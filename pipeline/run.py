@@ -35,7 +35,6 @@ class Selection:
 
     Attributes:
         first: the step to start with; earlier outputs are used as they are.
-        only: the one step to run.
         without: names or kinds of steps to skip.
     """
 
@@ -44,11 +43,7 @@ class Selection:
     without: tuple[str, ...] = ()
 
     def takes(self, release: Release) -> dict[str, bool]:
-        """Return for each step whether it is selected.
-
-        Raises:
-            RecipeInvalid: the selection names a step that is not in the recipe.
-        """
+        """Return for each step whether it is selected."""
         names = list(release.steps)
         for name in filter(None, (self.first, self.only, *self.without)):
             # A skipped kind need not occur in the recipe.
@@ -81,10 +76,8 @@ def run_release(
     """Run a release from its current state.
 
     Args:
-        release, text: the recipe and its text, which is kept in the output.
+        text: the recipe's text, which is kept in the output.
         root: the folder of the release; created, or resumed.
-        selection: which steps to run.
-        say: called with progress messages.
         told: called with the outcome of each step, also of those after a failed one.
 
     Raises:
