@@ -18,8 +18,6 @@ class Computed:
     """A computed tensor.
 
     Attributes:
-        dtype: its safetensors dtype.
-        shape: its dims.
         reason: what it is and why, in one sentence for the manifest.
         blocks: computes it, in consecutive blocks along its first dim.
     """
@@ -82,15 +80,8 @@ def spread_rows(matrix: TensorInfo, ids: Tensor, vocab: int, filler: Tensor, rea
 def rounded(name: str, own: str, dtype: str, shape: tuple[int, ...], read: Callable[[], Iterable[Tensor]]) -> Computed:
     """Return a tensor rounded to the nearest value of another dtype, ties to even.
 
-    Args:
-        name: of the tensor, for messages.
-        own: safetensors name of its dtype.
-        dtype: the dtype to round to.
-        shape: its dims.
-        read: reads it, in consecutive blocks along its first dim.
-
-    Raises:
-        TensorValue: (from `blocks`) a value is beyond the dtype's range.
+    `own` names its dtype; `read` reads it, in consecutive blocks along its first dim. A value beyond the other dtype's
+    range is a TensorValue, raised by `blocks`.
     """
 
     def blocks() -> Iterator[Tensor]:

@@ -39,7 +39,6 @@ class ReadConfig:
 
     Attributes:
         spec: the drafter it describes, a dataclass of its family.
-        captured: the captured layers and how they were decided.
         carried: keys that kconv does not know, by dotted path; they are copied to the output unchanged.
         dropped: keys that mean nothing for a draft head; not copied.
         unstated: keys that the config lacks, and for which readers use defaults that may differ from training.
@@ -61,7 +60,7 @@ class ConfigReading:
     """A config, as far as it can be read.
 
     Attributes:
-        keys: the config in the keys of `drafters.keys`.
+        keys: the config in the common keys.
         read: the contents; None if a problem makes a spec impossible.
         captured: the captured layers; None if unknown, and `read` then has as many layers as fc has room for.
     """
@@ -80,13 +79,7 @@ def read_config(
     hints: Hints,
     table: ConfigTable | None = None,
 ) -> ReadConfig:
-    """Read a head's spec from its config; see `find_config` for the arguments.
-
-    Raises:
-        ConfigInvalid: a key is missing, of a wrong type, or contradicts another.
-        ConfigUnsupported: a key asks for something that kconv does not support.
-        CapturedUndecided: see `drafters.captured`.
-    """
+    """Read a head's spec from its config, or raise its first problem; see `find_config` for the arguments."""
     problems = Problems()
     found = find_config(config, tensors, problems, drafter=drafter, dtype=dtype, hints=hints, table=table)
     problems.refuse()
@@ -107,15 +100,8 @@ def find_config(
 ) -> ConfigReading:
     """Read a head's config, as far as it can be read.
 
-    Args:
-        config: config.json.
-        tensors: the checkpoint's tensors. Their names show who made the head and whether it is quantized, and `d2t`'s
-            rows replace the one key that ModelOpt's kimik2 exporter omits.
-        problems: the list to which problems are added.
-        drafter: the family of the layout.
-        dtype: the weights' dtype, as safetensors names it.
-        hints: the user's options where the config is silent or ambiguous.
-        table: how the layout's config differs from the common keys.
+    The names of the checkpoint's tensors show who made the head and whether it is quantized, and `d2t`'s rows replace
+    the one key that ModelOpt's kimik2 exporter omits. `dtype` is the weights', as safetensors names it.
     """
     table = table or ConfigTable()
     keys, left = _unify(config, table, problems)
@@ -262,14 +248,7 @@ def _with_words(
 
 
 def _words(drafter: Drafter, keys: Mapping[str, Any], table: ConfigTable, hints: Hints) -> tuple[Unverified, ...]:
-    """Return the facts, other than the captured layers, that rest on the user's word or on a default.
-
-    Args:
-        drafter: the family.
-        keys: the config in the common keys.
-        table: how the layout's config differs.
-        hints: the user's options.
-    """
+    """Return the facts, other than the captured layers, that rest on the user's word or on a default."""
     found: list[Unverified] = []
     for fact in drafter.facts.values():
         if fact.stated is None or fact.stated(keys):

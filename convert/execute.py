@@ -42,18 +42,12 @@ WEIGHTS = "model.safetensors"
 
 
 def execute(plan: Plan, out: Path, advance: Callable[[int], None] = lambda _: None) -> Manifest:
-    """Execute a plan.
+    """Execute a plan; return the manifest, which is also written next to the weights.
 
-    Args:
-        plan: the plan.
-        out: the folder to create; nothing may exist there.
-        advance: called with the number of bytes written since the last call.
-
-    Returns:
-        The manifest, which is also written next to the weights.
+    `advance` is called with the number of bytes written since the last call.
 
     Raises:
-        OutputExists, OutputFailed: see `checkpoint.staging`.
+        OutputExists, OutputFailed: the folder exists, or cannot be written.
         TensorValue: a tensor of the output would hold NaN or Inf, or only zeros.
         NotACheckpoint, CorruptHeader: a source cannot be read, or became shorter.
         ManifestMismatch: the source has a kconv.json that does not match the schema.

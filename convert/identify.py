@@ -51,7 +51,6 @@ def identify(config: Config, names: Names) -> Kind | None:
 
 
 def not_a_head(kind: Kind, config: Config) -> Problem:
-    """Return the problem of a checkpoint that is not a head."""
     stated = [f"{key} {config[key]!r}" for key in ("architectures", "model_type") if config.get(key)]
     what = f"this is {kind.what}{': ' if stated else ''}{', '.join(stated)}"
     error = UnknownLayout(what, where=in_config(), fix=kind.fix)
@@ -62,10 +61,6 @@ def named_targets(source: Source, config: Config) -> tuple[str, ...]:
     """Return the targets that a head's files name, as hub ids: its config's verifier, and its README's base models.
 
     DeepSpec's configs name their target too. Without a connection a README on the Hub names none.
-
-    Args:
-        source: the head.
-        config: its config.json.
     """
     models: list[Any] = []
     with suppress(KconvError):
@@ -78,14 +73,7 @@ def named_targets(source: Source, config: Config) -> tuple[str, ...]:
 
 
 def name_target(needs: str, fix: str, source: Source, config: Config) -> tuple[str, str]:
-    """Return what decides a fact left open, and its fix, with the target that the head's own files name.
-
-    Args:
-        needs: the option that decides it.
-        fix: what to do, as an imperative sentence.
-        source: the head.
-        config: its config.json.
-    """
+    """Return what decides a fact left open, and its fix, with the target that the head's own files name."""
     if needs != TARGET or not (named := named_targets(source, config)):
         return needs, fix
     return f"{TARGET} {named[0]}", f"{fix} The head's own files name its target: {TARGET} {named[0]}."

@@ -18,15 +18,11 @@ from .read import Head, claim_tensors, read_head
 def open_head(checkpoint: Checkpoint, layout: Layout | None, hints: Hints, target: Source | None) -> Head:
     """Read a head for its target, from headers alone if the checkpoint has only headers.
 
-    Args:
-        checkpoint: the head.
-        layout: its layout; None to detect it from its marks.
-        hints: the user's options where its config is silent; a target's depth replaces `target_layers`.
-        target: its target, None if unknown.
+    The layout is detected from the head's marks if None. A target's depth replaces the hints' `target_layers`.
 
     Raises:
         TargetInvalid: the head needs hidden states or a vocabulary that the target does not have.
-        KconvError: it cannot be read; see `convert.read`.
+        KconvError: it cannot be read; see `read_head`.
     """
     config = _config(target)
     head = _read(checkpoint, layout, hints, config)
@@ -38,14 +34,12 @@ def open_head(checkpoint: Checkpoint, layout: Layout | None, hints: Hints, targe
 def open_origin(checkpoint: Checkpoint, output: Source, target: Source | None) -> Origin:
     """Read the head that an output was made from: by itself, and with the options of its conversion.
 
-    Args:
-        checkpoint: the head that the output was made from.
-        output: the output; its kconv.json records the options, which hold for the same config.json alone.
-        target: its depth decides default captures; None to use kconv.json's depth.
+    The output's kconv.json records the options, which hold for the same config.json alone. The target's depth decides
+    default captures; if there is no target, the depth in kconv.json.
 
     Raises:
         ManifestMismatch: it cannot be read by itself, and the output was made from another head.
-        KconvError: it cannot be read; see `convert.read`.
+        KconvError: it cannot be read; see `read_head`.
     """
     config, manifest = _config(target), made_from(output)
     if manifest is None or file_digest(checkpoint.folder / "config.json") != manifest.source_config:

@@ -45,11 +45,9 @@ class Step:
     """How one tensor of the output is made.
 
     Attributes:
-        name: its name in the output.
-        sources: the stored tensors that it is made from.
         row: the output's row.
         action: "copied" (same name), "renamed" (same bytes, other name), "repacked" (the slots' bytes, in another
-        arrangement), or how it was computed.
+            arrangement), or how it was computed.
         computed: the data to write; None if the output has the sources' bytes or slots.
     """
 
@@ -66,17 +64,14 @@ class Step:
 
     @property
     def dtype(self) -> str:
-        """Its safetensors dtype."""
         return self.computed.dtype if self.computed else self.sources[0].info.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its dims."""
         return self.computed.shape if self.computed else self.row.expected.shape
 
     @property
     def size(self) -> int:
-        """Its size in bytes in the output."""
         return byte_size(self.dtype, self.shape)
 
 
@@ -85,7 +80,6 @@ class WriteOptions:
     """The user's options besides the layout.
 
     Attributes:
-        target: the target's embedding and lm_head, if available.
         drop_shared: omit tensors that are byte-identical to the target's and that engines share.
         dtype: safetensors name of the dtype to round the weights to; empty to keep each tensor's own.
     """
@@ -97,13 +91,7 @@ class WriteOptions:
 
 @dataclass(frozen=True)
 class Replaced:
-    """A computed tensor of a slot.
-
-    Attributes:
-        computed: the slot's tensor.
-        action: how it was computed, for the manifest.
-        sources: the stored tensors that it is computed from.
-    """
+    """A computed tensor of a slot, how it was computed, and the stored tensors that it is computed from."""
 
     computed: Computed
     action: Action
@@ -119,7 +107,6 @@ class Change:
         replaced: the computed tensors by slot; a slot `<slot>.<suffix>` is a scale of a quantized weight.
         config: keys of config.json to set.
         dropped: source tensors that the output does not keep, with the reason.
-        conversion: what was approximated, and how much acceptance it retained.
     """
 
     spec: Any
@@ -131,16 +118,11 @@ class Change:
 
 @dataclass(frozen=True)
 class Plan:
-    """A decided conversion.
+    """A decided conversion of a head, with one step for each tensor of the output.
 
     Attributes:
-        source: the head to read.
-        layout: the layout to write.
-        spec: the spec of the output.
-        config: the output's config.json.
-        steps: one for each tensor of the output.
+        spec, config: the spec and the config.json of the output.
         dropped: source tensors that are not in the output, with the reason.
-        target: the target's embedding and lm_head, if available.
         conversion: what was approximated, if anything.
     """
 
@@ -157,11 +139,7 @@ class Plan:
 def plan(head: Head, layout: Layout, options: WriteOptions | None = None, change: Change | None = None) -> Plan:
     """Plan the output of a head in a layout.
 
-    Args:
-        head: the source. If its weights are still on the Hub, no tensor is dropped for being the target's.
-        layout: the layout to write.
-        options: the user's options besides the layout.
-        change: the changes that an operation makes; None for an unchanged head.
+    If the head's weights are still on the Hub, no tensor is dropped for being the target's.
 
     Raises:
         LayoutCannot: the layout, or an engine that reads it, does not support something in the output, or would serve
@@ -212,12 +190,7 @@ def plan(head: Head, layout: Layout, options: WriteOptions | None = None, change
 def plan_in_place(head: Head, change: Change) -> Plan:
     """Plan the output of a head with its own names, config and layout, even if that layout is only read.
 
-    Args:
-        head: the source.
-        change: the changes; `config` is set in the source's own config.
-
-    Raises:
-        LayoutCannot: a tensor of the source has no place in the output.
+    The change's `config` is set in the source's own config.
     """
     tensors = head.checkpoint.tensors
     before, after = rows_of(head.layout, head.spec, tensors), rows_of(head.layout, change.spec, tensors)
@@ -241,10 +214,7 @@ def plan_in_place(head: Head, change: Change) -> Plan:
 def check_layout(spec: Spec, layout: Layout, slots: Iterable[str]) -> Callable[[Spec], dict[str, Any]]:
     """Return the function that writes a layout's config, or refuse what it does not support, before hours of work.
 
-    Args:
-        spec: the spec of the output.
-        layout: the layout to write.
-        slots: the slots of the output, including scales.
+    The slots are the output's, including scales.
 
     Raises:
         LayoutCannot: kconv does not write the layout, or an engine that reads it does not support something.

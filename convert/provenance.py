@@ -34,15 +34,13 @@ class Provenance:
 
     @property
     def training(self) -> Mapping[str, Any] | None:
-        """How the head was trained."""
         return self.manifest.training if self.manifest else None
 
     def conversion(self, now: ConversionRecord | None, *, exact: bool) -> ConversionRecord | None:
         """Return the record of the output's attention: an exact conversion keeps the old one, another refers to it.
 
-        Args:
-            now: the record of this conversion; None if it approximates nothing.
-            exact: whether the weights keep their values; if not, the old fingerprint describes another head.
+        `now` is None if this conversion approximates nothing. If it is not `exact`, the weights change their values,
+        and the old fingerprint describes another head.
         """
         before = self.manifest.conversion if self.manifest else None
         if before is not None and not exact:

@@ -27,16 +27,7 @@ def has_scales(names: Iterable[str]) -> bool:
 
 
 def add_scales(rows: Mapping[str, Stored], tensors: Mapping[str, TensorInfo]) -> dict[str, Stored]:
-    """Return rows with the quantized linear layers as stored, and rows for their scales.
-
-    Args:
-        rows: of an unquantized head, by name.
-        tensors: the stored tensors, by name.
-
-    Raises:
-        LayoutCannot: a fused tensor is quantized, or has a format that kconv does not know.
-        TensorMissing: a scale that the weight needs is missing.
-    """
+    """Return an unquantized head's rows with the quantized linear layers as stored, and rows for their scales."""
     problems = Problems()
     found = find_scales(rows, tensors, problems)
     problems.refuse()
@@ -109,14 +100,9 @@ def names_beside(base_slot: str, name: str, slots: Iterable[str]) -> dict[str, s
 
 
 def refuse_renaming(config: Mapping[str, object], renamed: Mapping[str, str]) -> None:
-    """Refuse to rename modules that a quantization config names.
+    """Refuse to rename modules that a quantization config names; `renamed` has the new tensor names by old ones.
 
-    Args:
-        config: the quantization config, and anything else that says which modules are quantized.
-        renamed: new tensor names by old ones.
-
-    Raises:
-        LayoutCannot: a text in it contains a part of an old name that the new names lack.
+    It names one if a text in it contains a part of an old name that the new names lack.
     """
     text = json.dumps(config)
     old, new = ({part for name in names for part in name.split(".")} for names in (renamed, renamed.values()))

@@ -49,13 +49,9 @@ class Head:
     """A head on disk, with each tensor assigned to a row of its layout.
 
     Attributes:
-        checkpoint: the folder.
-        layout: its layout.
-        read: the contents of its config.
         places: stored tensor and header entry, by each slot that is present.
         twins: tensors that repeat others under a second name; their name and the others' slots.
         ignored: tensors that have no effect, with the reason.
-        hints: the user's options where the config is silent or ambiguous.
     """
 
     checkpoint: Checkpoint
@@ -73,7 +69,6 @@ class Head:
 
     @property
     def drafter(self) -> Drafter:
-        """Its family."""
         return self.layout.drafter
 
     @property
@@ -93,11 +88,8 @@ class HeadReading:
     """A checkpoint read as a head, as far as possible: what is known, and every problem found.
 
     Attributes:
-        checkpoint: the folder.
-        hints: the user's options where the config is silent or ambiguous.
-        problems: in the order in which they were found; `refuse` raises the first error.
-        layout: the head's layout; None if unknown.
-        config: config.json in the keys of `drafters.keys`; unchanged if the layout is unknown.
+        problems: in the order in which they were found; `sound_head` raises the first error.
+        config: config.json in the common keys; unchanged if the layout is unknown.
         read: the contents of the config; None if a problem makes a spec impossible.
         captured: the captured layers; None if unknown. `read` and `head` then have as many as fc has room for, which
             determines their tensors.
@@ -136,11 +128,7 @@ class HeadReading:
         return tuple(problem for problem in self.problems if problem.severity == "error")
 
     def sound_head(self) -> Head:
-        """Return the head.
-
-        Raises:
-            KconvError: the first error found while reading.
-        """
+        """Return the head, or raise the first error found while reading."""
         for problem in self.errors:
             problem = summarize(self.misfits) if problem in self.misfits else problem
             if isinstance(problem.where, Where):
@@ -156,13 +144,8 @@ def read(
 ) -> HeadReading:
     """Read a checkpoint as a head and collect every problem: conversion stops at them, validation lists them.
 
-    Reads config and headers, and the values of only maps and twins.
-
-    Args:
-        checkpoint: an opened folder, or one with headers only.
-        layout: its layout; detected from its marks if None.
-        hints: the user's options where the config is silent or ambiguous.
-        values: whether values may be read; never for a checkpoint with headers only.
+    Reads config and headers, and the values of only maps and twins; with `values=False`, as a checkpoint with headers
+    only needs, no values. The layout is detected from the marks if None.
     """
     problems, hints, tensors = Problems(), hints or Hints(), checkpoint.tensors
     kind = identify(checkpoint.config, tensors) if layout is None else None
@@ -239,11 +222,7 @@ def read_head(checkpoint: Checkpoint, *, layout: Layout | None = None, hints: Hi
 
 
 def claim_tensors(checkpoint: Checkpoint, *, layout: Layout | None = None, hints: Hints | None = None) -> Head:
-    """Read a checkpoint as a head like `read_head`, but check no values: d2t may not be a valid map.
-
-    Raises:
-        As `read_head`, except TensorValue.
-    """
+    """Read a checkpoint as a head like `read_head`, but check no values: d2t may not be a valid map."""
     return read(checkpoint, layout=layout, hints=hints, values=False).sound_head()
 
 
@@ -251,7 +230,7 @@ def rows_of(layout: Layout, spec: Spec, tensors: Mapping[str, TensorInfo]) -> di
     """Return each tensor that a head of this spec has or may have, by the stored names and formats.
 
     Raises:
-        LayoutCannot, TensorMissing: a quantized linear layer cannot be read; see `convert.quantized`.
+        LayoutCannot, TensorMissing: a quantized linear layer cannot be read.
     """
     return add_scales(readable(layout, spec, tensors), tensors)
 
@@ -320,11 +299,7 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def read_slot(head: Head, slot: str) -> torch.Tensor:
-    """Read one slot's tensor, unpacked from its place in the layout.
-
-    Raises:
-        KeyError: the head does not have the slot.
-    """
+    """Read one slot's tensor, unpacked from its place in the layout; KeyError if the head does not have the slot."""
     row, info = head.places[slot]
     return next(part for s, part in zip(row.slots, _unpack(head, row, info), strict=True) if s == slot)
 
@@ -354,11 +329,7 @@ def read_weights(head: Head) -> dict[str, torch.Tensor]:
 
 
 def weight_dtype(checkpoint: Checkpoint) -> str:
-    """Return the dtype of most of a checkpoint's weight bytes.
-
-    Raises:
-        UnknownLayout: it has no floating-point weights.
-    """
+    """Return the dtype of most of a checkpoint's weight bytes."""
     sizes: Counter[str] = Counter()
     for name, info in checkpoint.tensors.items():
         # In a quantized head without lm_head, the scales may outweigh the norms.

@@ -40,10 +40,8 @@ class SharedTensors:
         tensors: header entries of the `SLOTS` that were found, by slot.
         headers_only: whether their bytes are still on the Hub.
         is_folder: whether the target is a folder, whose tensors need no download.
-        layers: number of its decoder layers; None if unknown.
         model_type: of its text model, e.g. "kimi_k2"; empty if unknown.
         architecture: of the whole target, e.g. "KimiK25ForConditionalGeneration"; empty if unknown.
-        config: its config.json; None if unknown.
         absent: why a slot's tensor cannot be read though the target has one, e.g. its shard is missing.
     """
 
@@ -58,23 +56,14 @@ class SharedTensors:
     absent: Mapping[str, KconvError] = field(default_factory=dict[str, KconvError])
 
     def find(self, slot: str) -> TensorInfo | None:
-        """Return the target's tensor for a slot; None if it has none.
-
-        Raises:
-            KconvError: it has one, but the tensor cannot be read.
-        """
+        """Return the target's tensor for a slot, None if it has none; raise if it has one that cannot be read."""
         if slot in self.absent:
             raise self.absent[slot]
         return self.tensors.get(slot)
 
     @property
     def lm_head(self) -> TensorInfo:
-        """The target's own lm_head, whose vocabulary may be larger than a head's.
-
-        Raises:
-            TargetInvalid: it has none.
-            KconvError: see `find`.
-        """
+        """The target's own lm_head, whose vocabulary may be larger than a head's."""
         info = self.find("lm_head")
         if info is None:
             raise TargetInvalid(
@@ -85,12 +74,7 @@ class SharedTensors:
         return info
 
     def matching(self, slot: str, spec: Spec) -> TensorInfo:
-        """Return the target's tensor for a head's slot.
-
-        Raises:
-            TargetInvalid: the target lacks it, or has it in another shape or dtype than the head needs.
-            KconvError: see `find`.
-        """
+        """Return the target's tensor for a head's slot; refuse one of another shape or dtype than the head needs."""
         info, shape = self.find(slot), needs(spec)[slot].shape
         if info is None or info.shape != shape or info.dtype not in FLOATS:
             found = f"{info.name} {info.dtype} {list(info.shape)}" if info else "none"
@@ -105,9 +89,6 @@ class SharedTensors:
         """Return whether the target's tensor would fit a head's slot but differs from the head's own.
 
         They are compared row by row, in the head's dtype. If the bytes are still on the Hub, the answer is no.
-
-        Raises:
-            KconvError: see `find`.
         """
         theirs = self.find(slot)
         if theirs is None or self.headers_only or theirs.dtype not in FLOATS or own.dtype not in FLOATS:
@@ -170,16 +151,14 @@ def find_shapes(target: Source) -> SharedTensors:
 
 
 def _names(config: TargetConfig) -> dict[str, str]:
-    """Return the names, in a target's files, of the tensors that a head may share, by slot."""
     return {"lm_head": config.lm_head, "embed_tokens": config.embed_tokens}
 
 
 def refuse_target(head: Head, layout: Layout, target: SharedTensors | None) -> None:
     """Refuse a layout whose engine would serve a head differently with this target.
 
-    Raises:
-        LayoutCannot: because of a captured layer, or because the target's embedding replaces the head's own; without a
-        target, because of a captured layer whose meaning depends on the target.
+    The cause is a captured layer, or that the target's embedding replaces the head's own; without a target, a captured
+    layer whose meaning depends on the target.
     """
     for limit in layout.target_limits:
         if limit.hits(head.spec, target):
@@ -202,12 +181,7 @@ def slots_from_target(head: Head, layout: Layout) -> set[str]:
 
 
 def omitted_slots(head: Head, layout: Layout, target: SharedTensors | None) -> dict[str, str]:
-    """Return the slots that can be left to the target, with the reason; none if either one's bytes are on the Hub.
-
-    Raises:
-        TargetInvalid: there is no target.
-        KconvError: the target has a tensor that cannot be read; see `SharedTensors.find`.
-    """
+    """Return the slots that can be left to the target, with the reason; none if either one's bytes are on the Hub."""
     if target is None:
         raise TargetInvalid("there is no target to compare with", fix="Pass --target, a folder with its weights.")
     if head.checkpoint.headers_only or target.headers_only:
@@ -226,7 +200,6 @@ class Copies:
     """How many rows of lm_head are bit-identical to the target's, after a cast to the head's dtype.
 
     Attributes:
-        rows: number of rows.
         by_offset: rows i that equal the target's row `i + d2t[i]` (row i if there is no map).
         by_id: rows i that equal the target's row `d2t[i]`; same as `by_offset` if there is no map.
     """
@@ -237,15 +210,9 @@ class Copies:
 
 
 def count_copies(lm_head: TensorInfo, reference: TensorInfo, d2t: Tensor | None) -> Copies | None:
-    """Compare a head's lm_head with its target's.
+    """Compare a head's lm_head, [draft_vocab, hidden], with its target's, [vocab, target_hidden].
 
-    Args:
-        lm_head: [draft_vocab, hidden].
-        reference: the target's lm_head, [vocab, target_hidden].
-        d2t: [draft_vocab] integers; None if there is no map.
-
-    Returns:
-        None if the widths differ.
+    Without a map `d2t` is None. Returns None if the widths differ.
     """
     rows = lm_head.shape[0]
     if lm_head.shape[1:] != reference.shape[1:] or (d2t is not None and len(d2t) != rows):
@@ -303,8 +270,7 @@ def find_displaced(own: TensorInfo, theirs: TensorInfo, ids: Tensor) -> Displace
     were drawn at random and trained are like no row of the target's, and nothing is found.
 
     Args:
-        own: the head's, `[rows, hidden]`.
-        theirs: the target's, `[vocab, target_hidden]`.
+        own, theirs: the head's, `[rows, hidden]`, and the target's, `[vocab, target_hidden]`.
         ids: `[rows]`, the token of each row.
 
     Returns:
@@ -368,7 +334,6 @@ def find_displaced(own: TensorInfo, theirs: TensorInfo, ids: Tensor) -> Displace
 
 
 def same_bytes(one: TensorInfo, other: TensorInfo) -> bool:
-    """Return whether two stored tensors are byte-identical."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     return all(a == b for a, b in zip(stream(one), stream(other), strict=True))

@@ -57,15 +57,14 @@ class VocabReport:
     """A head's draft vocabulary.
 
     Attributes:
-        kind: one of the constants of `drafters.vocab`.
+        kind: what the map holds, e.g. `OFFSETS`.
         order: "ascending" or "unsorted"; empty if there is no map.
-        vocab, draft_vocab: from the config.
         lm_head_rows: rows on disk; None if the head shares the target's lm_head.
         duplicates, outside: of the map's ids, read as in `kind`.
         t2d: "absent", "agrees", or how it disagrees.
         copies: how many rows are the target's; None without a target of the same width.
         kept, lost: names of the special tokens that can and cannot be drafted.
-        coverage: of a text; None without a text.
+        coverage: None without a text.
         faults: errors with which no engine would serve the head correctly.
         warnings: points that only the user can decide.
     """
@@ -108,8 +107,6 @@ def examine(
     """Examine a head's draft vocabulary; this also works on a head that `read_head` refuses for its map.
 
     Args:
-        checkpoint: the head.
-        layout: its layout; detected from its marks if None.
         reference: the target's lm_head.
         specials: names of the target's special tokens, by id; the config's own are added.
         counts: [vocab] int64, how often each token occurs in a text.
@@ -289,9 +286,7 @@ def write_offsets(
 ) -> Plan:
     """Plan a head whose `d2t` holds offsets, from one whose `d2t` holds absolute ids.
 
-    Args:
-        checkpoint, layout, hints: as in `read_head`.
-        reference: the target's lm_head, whose rows the head may have copied.
+    `reference` is the target's lm_head, whose rows the head may have copied.
 
     Raises:
         LayoutCannot: the head has no map.
@@ -322,12 +317,7 @@ def write_offsets(
 
 @dataclass(frozen=True)
 class CountedText:
-    """A text from which a draft vocabulary is chosen.
-
-    Attributes:
-        counts: [vocab] int64, how often each token occurs in it.
-        source: its name and digest, for the manifest.
-    """
+    """How often each token occurs in a text, [vocab] int64, and the text's name and digest, for the manifest."""
 
     counts: Tensor
     source: str
@@ -343,19 +333,14 @@ def prune(
 ) -> Plan:
     """Plan a head with the rows of only `size` tokens, from one with a full vocabulary.
 
-    It keeps the special tokens and the most frequent tokens of a text.
-
-    Args:
-        checkpoint, layout, hints: as in `read_head`.
-        size: rows of the new lm_head.
-        text: text that resembles what the target will be asked to write.
-        specials: names of the target's special tokens, by id; the config's own are added.
+    It keeps the special tokens and the most frequent tokens of a text, which should resemble what the target will be
+    asked to write. `specials` has the names of the target's special tokens, by id; the config's own are added.
 
     Raises:
         LayoutCannot: the head already has a reduced vocabulary.
         TensorMissing: the head has no lm_head of its own. Also see `read_head`.
         TargetInvalid: the text's tokens come from another vocabulary than the head's.
-        ConfigInvalid: see `drafters.vocab.keep_most_frequent`.
+        ConfigInvalid: `size` is too small for the special tokens, or not below the vocabulary size.
         ConfigUnsupported: lm_head is quantized.
     """
     head = read_head(checkpoint, layout=_layout_of(checkpoint, layout), hints=hints)
@@ -459,12 +444,12 @@ ROUNDING = 1e-9  # in logits; fp64's rounding of a zero distance to the hull
 def expand(checkpoint: Checkpoint, layout: Layout | None, hints: Hints) -> Plan:
     """Plan a head with a row for each token of the target, from one with a reduced vocabulary.
 
-    Tokens that the head could not draft get a row that is never the only argmax (`drafters.filler`).
+    Tokens that the head could not draft get a row that is never the only argmax.
 
     Raises:
         LayoutCannot: the head has a full vocabulary.
         ConfigUnsupported: lm_head is quantized.
-        KconvError: `vocab_report.examine` finds an error in the map, or `read_head` in the head.
+        KconvError: `examine` finds an error in the map, or `read_head` in the head.
     """
     for fault in examine(checkpoint, layout=layout).faults:
         raise fault.error()

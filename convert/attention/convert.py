@@ -55,10 +55,7 @@ class FittedAttention:
         head: in the dtype of the source's weights; computed in fp32.
         slots: the slots that differ from the source.
         method: the steps, in one sentence.
-        rows: number of rows used in the fit.
-        heal_steps: healing steps taken.
         held_out: figures on text that neither the fit nor healing saw.
-        details: choices that the fit made.
     """
 
     head: DraftHead
@@ -84,26 +81,21 @@ def convert_attention(
 ) -> tuple[Manifest, Retention]:
     """Write a head with the other attention: check that it can be done, then calibrate, fit, measure and write.
 
-    Args:
-        head: the head.
-        layout: the layout to write.
-        out: the folder to create; nothing may exist there.
-        kind: the attention that it gets.
-        options: how to fit it.
-        target: the head's target, with its weights.
-        states: the options' states; None to run the target over the options' prompts.
-        say: called with progress messages.
-        progress: called after each healing step.
+    Without states the target runs over the options' prompts; its weights are needed in any case.
 
     Returns:
         The manifest, and the share of the acceptance length retained on held-out text.
 
     Raises:
-        OutputExists, OutputFailed: see `checkpoint.staging`.
-        LayoutCannot: see `plan` and `fit_attention`.
+        OutputExists, OutputFailed: the folder exists, or cannot be written.
+        LayoutCannot: the head already has that attention, or has parts that the other attention or the layout does not
+            support.
         ConfigInvalid: see `refuse_unstated`.
-        StatesInvalid, PromptsInvalid, CalibrationInvalid: see `measure.calibration`.
-        TensorValue, ConversionInaccurate, TrainingFailed: see `fit_attention`.
+        PromptsInvalid: the prompts cannot be read.
+        StatesInvalid, CalibrationInvalid: the states are damaged, too few, or come from another target.
+        TensorValue: a weight of the head is not finite.
+        ConversionInaccurate: the held-out loss is greater than allowed.
+        TrainingFailed: healing stopped with an error.
     """
     refuse_unstated(head.read)
     spec = head.spec
@@ -138,13 +130,7 @@ def convert_attention(
 
 
 def change_attention(head: Head, fitted: FittedAttention, calibration: Calibration) -> Change:
-    """Return the planner's change for a fitted attention.
-
-    Args:
-        head: the source.
-        fitted: the same head with the other attention.
-        calibration: the text that it was calibrated on.
-    """
+    """Return the planner's change for a fitted attention."""
     spec = replace(fitted.head.spec, dtype=head.spec.dtype)
     before, after = needs(head.spec), needs(spec)
     old = tuple(SourceTensor(*place) for slot, place in head.places.items() if slot not in after)
@@ -191,27 +177,15 @@ def fit_attention(
     say: Callable[[str], None] = lambda _: None,
     progress: Progress = lambda *_: None,
 ) -> FittedAttention:
-    """Return a head with the other attention, fitted, healed and measured.
+    """Return a head, given in fp32, with the other attention, fitted, healed and measured.
 
     Args:
-        head: the head, in fp32.
-        kind: the attention that it gets.
-        calibration: states of its target.
         dtype: safetensors name of the stored dtype; figures are computed with weights rounded to it.
         head_dim: of MHA, padded with zeros; None for the smallest possible.
         shape: dims of MLA; Kimi-K2's own by default.
         steps: healing steps; the record says 0 if they gained nothing, and the output then omits them.
         slots: the slots to heal.
         min_retention: refuse a head that retains less of the sampled acceptance length on held-out text.
-        say: called with progress messages.
-        progress: called after each healing step.
-
-    Raises:
-        LayoutCannot: the head already has that attention, or has parts that the other attention does not support.
-        TensorValue: a weight of the head is not finite.
-        CalibrationInvalid: the states come from another target, or are too few.
-        ConversionInaccurate: the held-out loss is greater than allowed.
-        TrainingFailed: healing stopped with an error.
     """
     outline(head.spec, kind, head_dim, shape or Shape())
     _check_values(head)
@@ -267,11 +241,7 @@ def changed_slots(original: DraftHead, converted: DraftHead) -> frozenset[str]:
 
 
 def outline(spec: HeadSpec, kind: Kind, head_dim: int | None = None, shape: Shape | None = None) -> HeadSpec:
-    """Return the spec of a converted head from its source's spec; the first of MLA's ladders stands for all.
-
-    Raises:
-        LayoutCannot: see `fit_attention`.
-    """
+    """Return the spec of a converted head from its source's spec; the first of MLA's ladders stands for all."""
     check_convertible(spec, kind)
     dims, shape = spec.attention, shape or Shape()
     if isinstance(dims, Mla):

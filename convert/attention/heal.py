@@ -206,17 +206,9 @@ def heal(
     """Return a converted head after some steps of healing, or the same head if they made its loss greater.
 
     Args:
-        original: the head before its conversion.
-        converted: the same head with another attention.
         calibration: training uses its fitted part, `STEP_TOKENS` a step, in a new order for each pass.
-        steps: number of steps.
         slots: what to train, if the head has it.
         rate: peak learning rate, as in `RATE`.
-        seed: of the order.
-        progress: called after each step.
-
-    Raises:
-        TrainingFailed: the loss is NaN or infinite.
     """
     if steps == 0:
         return converted
@@ -345,7 +337,6 @@ def _take_gradient(
 
 
 def _optimizers(matrices: list[dict[str, Any]], gains: list[dict[str, Any]]) -> list[torch.optim.Optimizer]:
-    """Return Muon for matrices and AdamW for gains."""
     made: list[torch.optim.Optimizer] = []
     if matrices:
         # With this factor a step has the size of AdamW's, whatever the matrix's shape.

@@ -72,7 +72,6 @@ class _Leaves:
         self.entries: list[tuple[Tensor, Tensor]] = []
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """See `drafters.attention.Context.attend`."""
         key, value = key.detach().requires_grad_(), value.detach().requires_grad_()
         self.entries.append((key, value))
         return self._inner.attend(layer, query, key, value, scale)
@@ -125,10 +124,8 @@ def factorize(rows: Tensor, metric: Tensor, inverse: Tensor, cholesky: Tensor, r
 
     Args:
         rows: `[blocks, dim, attn_in]`.
-        metric: S, `[blocks, dim, dim]`.
-        inverse: of S.
+        metric, inverse: S and its inverse, `[blocks, dim, dim]`.
         cholesky: L, `[attn_in, attn_in]`.
-        rank: r.
     """
     weighted = (metric @ rows).flatten(0, 1)
     left = _top_left(weighted, cholesky, rank)
@@ -194,8 +191,7 @@ def fit_gauge(latents: Tensor, unseen: Tensor, kinds: Sequence[str] = ("white", 
     """Return the best gauge for a latent.
 
     Args:
-        latents: a sample for the fit, `[N, r]`.
-        unseen: another sample, which decides.
+        latents, unseen: a sample for the fit, and another one, which decides; `[N, r]`.
         kinds: the choices; "none" keeps the basis except for its mean length.
     """
     # In the white basis each direction counts equally, and one learning rate fits all.
@@ -253,12 +249,10 @@ def measure_costs(
     """Return for each kv head the cost of an error in its keys and in its values.
 
     Args:
-        trial: the head as a GQA with one rotary key and its full rank (`to_mla.as_gqa`).
-        split: the same attention's keys and queries.
+        trial: the head as a GQA with one rotary key and its full rank (`as_gqa`).
         value: `[kv_heads, v_dim, attn_in]`.
         output: `[hidden, heads, v_dim]`.
         cholesky: L with `L L^T = E[x x^T]`, `[attn_in, attn_in]`.
-        calibration: its fitted part is used for drafting.
         metric: "fisher", the cost in the drafts; "output" and "none" for ablations.
 
     Returns:
@@ -286,11 +280,9 @@ def factorize_both(
     """Return the factors of the queries, and of keys and values.
 
     Args:
-        split: keys and queries.
         value: `[kv_heads, v_dim, attn_in]`.
         costs: from `measure_costs`.
         shape: its `latent` and `q_lora_rank` are cut to what the head uses.
-        cholesky: L with `L L^T = E[x x^T]`.
         by_keys: whether to weigh an error in a query by the keys; False for an ablation.
     """
     kv_heads, heads = len(split.key_nope), len(split.query_nope)
@@ -322,9 +314,6 @@ def fit_latents(
     """Choose the gauges, and fit the maps after the norms to their outputs.
 
     Args:
-        head: the head to convert.
-        calibration: states of its target.
-        split: keys and queries.
         value: `[kv_heads, v_dim, attn_in]`.
         factors: of the queries, and of keys and values.
         gauges: the choices, as in `fit_gauge`.
@@ -356,7 +345,6 @@ def fit_latents(
 def _fit_gauges(
     head: DraftHead, calibration: Calibration, factors: tuple[Factor, Factor], kinds: Sequence[str]
 ) -> list[Gauge]:
-    """Return a gauge for each latent."""
     down = torch.cat([factor.down for factor in factors])
 
     def sample(part: Part) -> Sequence[Tensor]:

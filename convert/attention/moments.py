@@ -68,11 +68,9 @@ class Moments:
         return self.xx / self.rows
 
     def solve(self, prior: Tensor, ridge: float) -> Tensor:
-        """Return the map `[m, n]` that fits y from x, regularized towards a prior.
+        """Return the map `[m, n]` that fits y from x, regularized towards a prior of that shape.
 
-        Args:
-            prior: `[m, n]`.
-            ridge: strength, relative to the mean of `x x^T`'s diagonal.
+        The ridge is relative to the mean of `x x^T`'s diagonal.
         """
         strength = (ridge + FLOOR) * self.xx.diagonal().mean()
         factor = torch.linalg.cholesky(_add_to_diagonal(self.xx, strength))
@@ -119,11 +117,7 @@ def refit_output(original: DraftHead, converted: DraftHead, calibration: Calibra
 def choose(moments: Moments, prior: Tensor, unseen: Iterable[tuple[Tensor, Tensor]], ridges: Sequence[float]) -> Tensor:
     """Return the least squares map of one of the ridges, or the prior: the nearest on rows outside the fit.
 
-    Args:
-        moments: of the fitted rows.
-        prior: `[m, n]`.
-        unseen: other rows, `(x [N, n], y [N, m])`; read once.
-        ridges: the choices.
+    The prior is `[m, n]`. `unseen` yields those other rows, `(x [N, n], y [N, m])`, and is read once.
     """
     maps = [prior.to(moments.xx.dtype), *(moments.solve(prior, ridge) for ridge in ridges)]
     errors = [0.0] * len(maps)

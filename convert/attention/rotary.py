@@ -61,12 +61,7 @@ class Ladder:
 
 
 def find_ladders(rope: Rope, source_pairs: int, pairs: int) -> list[Ladder]:
-    """Return the ladders of n pairs that can replace a head's P pairs.
-
-    Raises:
-        LayoutCannot: RoPE has a scaling that engines do not read for an MLA head, or the ladder would need a theta that
-        they cannot represent.
-    """
+    """Return the ladders of n pairs that can replace a head's P pairs, or refuse a scaling that engines do not read."""
     if rope.scaling is not None and not isinstance(rope.scaling, Yarn):
         raise LayoutCannot(
             f"RoPE scaling is {type(rope.scaling).__name__}, but engines support only YaRN for an MLA head",
@@ -87,9 +82,6 @@ def lengthen(rope: Rope, pairs: int, longer: int) -> Rope:
     """Return the ladder of `longer` pairs that begins with a given ladder; the pairs after that may hold zeros.
 
     With fewer pairs, it is the ladder of the fastest ones.
-
-    Raises:
-        LayoutCannot: it would need a theta that engines cannot represent.
     """
     theta = rope.theta ** (longer / pairs)
     if theta > LARGEST_THETA:
@@ -138,14 +130,11 @@ class Options:
 def split_rotary(
     gqa: Attention, ladder: Ladder, cholesky: Tensor, distances: Tensor, options: Options | None = None
 ) -> Split:
-    """Return a GQA's maps with one rotary key for all heads.
+    """Return a GQA's maps with one rotary key for all heads, rotating at a ladder's frequencies.
 
     Args:
-        gqa: the attention.
-        ladder: the frequencies to rotate at.
         cholesky: L with `L L^T = E[x x^T]`, `[attn_in, attn_in]`.
         distances: attention weight of each query head by distance, `[heads, T]`.
-        options: for ablations.
     """
     options = options or Options()
     dims = gqa.dims

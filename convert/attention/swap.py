@@ -31,13 +31,7 @@ MLA_SLOTS = tuple(
 
 @dataclass(frozen=True)
 class Attention:
-    """An attention with its weights.
-
-    Attributes:
-        dims: its dims.
-        rope: its rotary embedding.
-        weights: by slot name, `GQA_SLOTS` or `MLA_SLOTS`.
-    """
+    """An attention with its weights, by slot name: `GQA_SLOTS` or `MLA_SLOTS`."""
 
     dims: Gqa | Mla
     rope: Rope

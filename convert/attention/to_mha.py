@@ -107,7 +107,6 @@ def linearize(latent: Latent, moments: Moments, rows: Iterable[Tensor], ridges: 
     """Return the linear map that replaces a normed latent.
 
     Args:
-        latent: the latent.
         moments: of the rows to fit on, from `gather`.
         rows: other rows, `[N, attn_in]` each, which choose the ridge; read once.
         ridges: the choices; empty for the constant alone.
@@ -131,13 +130,9 @@ def assemble_mha(mla: Attention, query_map: Tensor, kv_map: Tensor, head_dim: in
     """Return the MHA that equals an MLA with linear maps in place of its normed latents.
 
     Args:
-        mla: the attention.
         query_map: L_q, `[q_lora_rank, attn_in]`.
         kv_map: L_kv, `[kv_lora_rank, attn_in]`.
         head_dim: of the output, padded with zeros; None for the smallest that fits.
-
-    Raises:
-        LayoutCannot: the head does not fit into `head_dim`.
     """
     dims = mla.dims
     assert isinstance(dims, Mla)
@@ -165,11 +160,7 @@ def assemble_mha(mla: Attention, query_map: Tensor, kv_map: Tensor, head_dim: in
 
 
 def fit_head_dim(dims: Mla, head_dim: int | None) -> int:
-    """Return the head_dim to use: by default the smallest that holds queries, keys and values.
-
-    Raises:
-        LayoutCannot: the requested one is smaller.
-    """
+    """Return the head_dim to use: by default the smallest that holds queries, keys and values."""
     least = max(dims.qk_nope_head_dim + dims.qk_rope_head_dim, dims.v_head_dim)
     if head_dim is not None and head_dim < least:
         raise LayoutCannot(
@@ -194,11 +185,9 @@ def convert_to_mha(
     ridges: tuple[float, ...] = RIDGES,
     refit: bool = True,
 ) -> tuple[Attention, dict[str, Linearized]]:
-    """Return an MLA head's attention as MHA, and how well the linear maps replace each latent's norm.
+    """Return a one-layer MLA head's attention as MHA, and how well the linear maps replace each latent's norm.
 
     Args:
-        head: a one-layer head.
-        calibration: states of its target.
         head_dim: of the output, padded with zeros; None for the smallest possible.
         ridges: the choices; empty for a fitted constant alone (an ablation).
         refit: whether to fit o_proj again (False for an ablation).

@@ -2,18 +2,16 @@
 
 1. Second moments of the attention's input, and how far back each head looks.
 2. One rotary key for all heads (`rotary`), on each ladder; the one with the nearest attention on rows outside the fit
-is
-   kept. It is near over the lengths of these texts, so they should be as long as those in serving.
+   is kept. It is near over the lengths of these texts, so they should be as long as those in serving.
 3. One latent for keys and values, and one for the queries, each with its norm (`latents`).
-4. o_proj, fitted to the original's output (`moments.refit_output`).
+4. o_proj, fitted to the original's output (`refit_output`).
 
 Assembling MLA from its parts.
 
 Engines build their kernels for Kimi-K2's own latent (512) and rotary dims (64), so a smaller latent is padded with
-zeros.
-RMSNorm then divides by the mean over 512 entries instead of r: the rows of kv_a_proj grow by sqrt(512 / r) and the gain
-shrinks by the same factor, which leaves the norm's output unchanged, including its epsilon. Added rotary pairs hold
-zeros, after a ladder with the same frequencies (`rotary.lengthen`).
+zeros. RMSNorm then divides by the mean over 512 entries instead of r: the rows of kv_a_proj grow by sqrt(512 / r) and
+the gain shrinks by the same factor, which leaves the norm's output unchanged, including its epsilon. Added rotary pairs
+hold zeros, after a ladder with the same frequencies (`lengthen`).
 """
 
 from __future__ import annotations
@@ -38,15 +36,7 @@ from .swap import Attention, Latents, Shape, attention_of, with_attention
 
 
 def assemble_mla(split: Split, latents: Latents, output: Tensor, ladder: Ladder, heads: int) -> Attention:
-    """Return the MLA with these parts.
-
-    Args:
-        split: the shared rotary key; the other dims belong to the latents.
-        latents: of queries, and of keys and values.
-        output: o_proj, `[hidden, heads, v_head_dim]`.
-        ladder: the rotary embedding.
-        heads: query heads.
-    """
+    """Return the MLA with these parts; `output` is o_proj, `[hidden, heads, v_head_dim]`."""
     nope, rotary, v_dim = split.key_nope.shape[1], len(split.key_rope), output.shape[2]
     dims = Mla(heads, len(latents.query_down), len(latents.kv_down), nope, rotary, v_dim)
     scale = 1 / softmax_scale(ladder.rope, dims)
@@ -71,11 +61,7 @@ def assemble_mla(split: Split, latents: Latents, output: Tensor, ladder: Ladder,
 def as_gqa(split: Split, value: Tensor, output: Tensor, ladder: Ladder) -> Attention:
     """Return the same attention before its rank is cut, as a GQA with extra dims, to measure what RoPE costs.
 
-    Args:
-        split: the shared rotary key and the rest.
-        value: `[kv_heads, v_dim, attn_in]`.
-        output: `[hidden, heads, v_dim]`.
-        ladder: the rotary embedding.
+    `value` is `[kv_heads, v_dim, attn_in]`, and `output` is `[hidden, heads, v_dim]`.
     """
     kv_heads, heads = len(split.key_nope), len(split.query_nope)
     rotary, nope = len(split.key_rope), split.key_nope.shape[1]
@@ -144,7 +130,6 @@ class Distances:
         self.weight = torch.zeros(0, 0)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """See `drafters.attention.Context.attend`."""
         scores = hide_future(query @ repeat_heads(key, query).transpose(-1, -2) * scale)
         weights = softmax(scores).sum(0, dtype=torch.float64)
         length = weights.shape[-1]
@@ -205,13 +190,9 @@ class Statistics:
 def convert_to_mla(
     head: DraftHead, calibration: Calibration, shape: Shape, choices: Choices | None = None
 ) -> tuple[Attention, Found]:
-    """Return a GQA head's attention as MLA, not yet padded to an engine's dims, and the choices made.
+    """Return a one-layer GQA head's attention as MLA, not yet padded to an engine's dims, and the choices made.
 
-    Args:
-        head: a one-layer head.
-        calibration: states of its target.
-        shape: the dims to produce; `latent`, `rotary` and `q_lora_rank` are cut to what the head uses.
-        choices: for ablations.
+    The shape's `latent`, `rotary` and `q_lora_rank` are cut to what the head uses.
     """
     choices = choices or Choices()
     gqa, dims = attention_of(head), head.spec.attention
