@@ -35,18 +35,13 @@ class TargetConfig:
     Attributes:
         architecture: the root's first architecture, e.g. "KimiK25ForConditionalGeneration"; empty if none is named.
         model_type: of the text model, e.g. "kimi_k2".
-        hidden: width of the residual stream.
-        layers: number of decoder layers.
         vocab: rows of the embedding.
-        heads: attention heads.
-        max_positions: tokens.
         rope: the keys that describe RoPE, as on disk.
         dtype: safetensors name of the weights' dtype, e.g. "BF16"; None if the config does not state it.
-        prefix: what each text tensor's name starts with: "" or "language_model."; for the tensors of `body` only if
-            a wrapper keeps that apart.
+        prefix: what each text tensor's name starts with: "" or "language_model."; for the tensors of `body` only if a
+            wrapper keeps that apart.
         body: what replaces "model." in the names of the text model's tensors.
         tied: the output matrix is the embedding.
-        bos, pad: special token ids, None if the config does not state them.
         eos: the ids that end a text; empty if the config does not state any.
         quantization: the quantization_config of the root or of the text config, or None.
         text: the text model's part of the config; `raw` itself if nothing is wrapped.
@@ -100,10 +95,6 @@ def read_target_config(folder: Path) -> TargetConfig:
 
 def parse_target_config(raw: dict[str, Any], *, where: object = "config.json") -> TargetConfig:
     """Read a config that is already in memory.
-
-    Args:
-        raw: the JSON object.
-        where: the file's name, for messages.
 
     Raises:
         TargetInvalid: a dimension is missing or not a count, a token id is not an id, or it is a draft head's config.
@@ -174,12 +165,10 @@ def check_captured(captured: Sequence[int], layers: int) -> list[int]:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether a target's folder has files of a tokenizer."""
     return any(True for pattern in TOKENIZER for _ in folder.glob(pattern))
 
 
 def no_tokenizer(folder: Path) -> TargetInvalid:
-    """Return the error for a target without a tokenizer."""
     return TargetInvalid(
         f"{folder} has no tokenizer",
         where=folder,

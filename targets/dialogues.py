@@ -60,10 +60,6 @@ class Sample:
 def read_rows(name: str, split: str = "train", revision: str | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield each row of a JSONL file or of a dataset on the Hub, with its position.
 
-    Args:
-        name: a file's path, or a dataset's id.
-        split, revision: of a dataset.
-
     Raises:
         TrainingDataInvalid: there is no such file or dataset, or a line is not a JSON object.
     """
@@ -201,14 +197,8 @@ OPEN, CLOSE = "<think>", "</think>"
 def add_reasoning(before: str, after: str, reasoning: str, where: str) -> str:
     """Return a rendered dialogue with the reasoning of its last answer filled in at the empty place for it.
 
-    Args:
-        before: the dialogue up to the start of that answer.
-        after: the dialogue with the answer, as the chat template renders it without the reasoning.
-        reasoning: the target's reasoning before the answer.
-        where: the row, for messages.
-
-    Raises:
-        TrainingDataInvalid: the template has no place for it.
+    `before` is the dialogue up to the start of that answer; `after` is the dialogue with it, as the chat template
+    renders it without the reasoning.
     """
     # The prompt may already end in the opening tag.
     start = len(before.removesuffix(OPEN))

@@ -33,12 +33,7 @@ class States:
 
 @torch.no_grad()
 def run_target(model: CausalLM, tokens: torch.Tensor, captured: Sequence[int]) -> States:
-    """Run a target over whole sequences.
-
-    Args:
-        model: from `load_target`.
-        tokens: ids [B, T], all T of them real (no padding).
-        captured: 0-based layers whose outputs are wanted.
+    """Run a target over whole sequences, [B, T] ids without padding; `captured` are 0-based layers.
 
     Raises:
         TargetInvalid: a captured layer does not exist, or is listed twice.
@@ -87,16 +82,9 @@ Choose = Callable[[torch.Tensor], torch.Tensor]
 def generate_greedy(
     model: CausalLM, prompts: Sequence[Sequence[int]], length: int, *, eos: Sequence[int] = ()
 ) -> list[list[int]]:
-    """Continue each prompt with the target's most probable tokens.
+    """Continue each prompt with the target's most probable tokens; the prompts' lengths may differ.
 
-    Args:
-        model: from `load_target`.
-        prompts: token ids, none of them empty; their lengths may differ.
-        length: tokens to add.
-        eos: ids that end a continuation, which keeps the id that ended it. If empty, each has `length` tokens.
-
-    Returns:
-        The new ids of each prompt, in order.
+    An id of `eos` ends a continuation, which keeps it. If `eos` is empty, each has `length` tokens.
 
     Raises:
         PromptsInvalid: a prompt is empty, or too long for the target.
@@ -113,12 +101,9 @@ def generate_sampled(
     seed: int,
     eos: Sequence[int] = (),
 ) -> list[list[int]]:
-    """Continue each prompt with tokens sampled from the target's whole distribution.
+    """Continue each prompt with tokens sampled from the target's whole distribution, as `generate_greedy` does.
 
-    Args:
-        model, prompts, length, eos: as in `generate_greedy`.
-        temperature: divides the logits; above 0.
-        seed: of the sampling; the same seed, prompts and machine give the same tokens.
+    The temperature divides the logits. The same seed, prompts and machine give the same tokens.
 
     Raises:
         PromptsInvalid: a prompt is empty, or too long for the target.
@@ -200,31 +185,23 @@ def _until(ids: list[int], eos: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class LocalRunner:
-    """A target in memory.
-
-    Attributes:
-        model: from `load_target`.
-    """
+    """A target in memory."""
 
     model: CausalLM
 
     @property
     def dtype(self) -> str:
-        """See `Runner.dtype`."""
         return NAMES[self.model.lm_head.weight.dtype]
 
     @property
     def at_once(self) -> int:
-        """One: see `Runner.at_once`."""
         return 1
 
     def capture(self, tokens: torch.Tensor, captured: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Runner.capture`."""
         states, hidden = capture(self.model, tokens.to(self.model.device), captured)
         return states.cpu(), hidden.cpu()
 
     def extend(self, kind: Kind, prompts: Sequence[Sequence[int]], length: int, seed: int) -> list[list[int]]:
-        """See `Runner.extend`."""
         if kind == "sampled":
             return generate_sampled(self.model, prompts, length, temperature=1.0, seed=seed)
         return generate_greedy(self.model, prompts, length)

@@ -61,9 +61,7 @@ EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 def build_target(config: TargetConfig, dtype: torch.dtype) -> CausalLM:
     """Return a freshly initialized target in evaluation mode.
 
-    Args:
-        config: of a causal language model for which transformers has a class.
-        dtype: of the weights; `e_score_correction_bias` stays float32, as in transformers.
+    `e_score_correction_bias` stays float32, as in transformers, whatever the dtype of the weights.
 
     Raises:
         TargetInvalid: transformers has no class for the text model, or refuses a value of the config.
@@ -84,9 +82,7 @@ def build_target(config: TargetConfig, dtype: torch.dtype) -> CausalLM:
 def refuse_other_family(config: TargetConfig, what: str) -> None:
     """Refuse a target that is not of DeepSeek-V3's or Llama's class, for operations that support only these.
 
-    Args:
-        config: the target's.
-        what: what cannot be done, e.g. "calibrated".
+    `what` says what cannot be done, e.g. "calibrated".
 
     Raises:
         TargetInvalid: it is of another class.
@@ -150,10 +146,8 @@ def _refuse_shape(model: CausalLM, config: TargetConfig) -> None:
 def load_target(folder: Path, dtype: torch.dtype, *, instead: str = STATES) -> CausalLM:
     """Load a target whole into memory, in evaluation mode; quantized weights are dequantized one by one.
 
-    Args:
-        folder: a checkpoint folder with the Hub's names (one tensor per expert), in a form of `source_formats`.
-        dtype: of the weights in memory.
-        instead: what the user should do if the target does not fit.
+    The folder has the Hub's names (one tensor per expert). `dtype` is that of the weights in memory, and `instead` what
+    the user should do if the target does not fit.
 
     Raises:
         TargetInvalid: transformers has no class for the target, or a tensor is missing, unknown or of a wrong shape.
@@ -272,13 +266,7 @@ def check_tensors(
 
 
 def fill(state: dict[str, torch.Tensor], stored: dict[str, StoredWeight], prefix: str) -> None:
-    """Read weights into a model's tensors.
-
-    Args:
-        state: tensors to fill, by their names in the whole model.
-        stored: the weights, by their names on disk.
-        prefix: of the names on disk.
-    """
+    """Read weights, by their names on disk after a prefix, into tensors, by their names in the whole model."""
     for name, own in state.items():
         # Fused experts are [experts, gate rows then up rows, hidden], in the order of `_sources`.
         flat, at = own.view(-1), 0
@@ -360,10 +348,7 @@ def _account(
 class Ends:
     """The location of a target's embedding, final norm and output matrix.
 
-    Attributes:
-        config: the target's.
-        tensors: these tensors, by their names on disk; without those that the checkpoint lacks.
-        name: the target's name, for messages.
+    `tensors` has them by their names on disk, without those that the checkpoint lacks.
     """
 
     config: TargetConfig
@@ -380,7 +365,7 @@ def find_ends(source: Source) -> Ends:
     """Find a target's ends; for a hub id only their bytes are downloaded, and in a folder no other shard is opened.
 
     Raises:
-        HubRefused, HubUnreachable, OutputFailed: see `checkpoint.hub`.
+        HubRefused, HubUnreachable, OutputFailed: they cannot be downloaded.
         NotACheckpoint, ConfigInvalid, CorruptIndex, CorruptHeader: it cannot be read.
         TargetInvalid: it is not a target.
     """
@@ -390,14 +375,9 @@ def find_ends(source: Source) -> Ends:
 
 
 def load_ends(ends: Ends, dtype: torch.dtype) -> CausalLM:
-    """Load a target's embedding, final norm and output matrix, in evaluation mode.
+    """Load a target's unquantized ends, in evaluation mode; its layers may be quantized.
 
-    Args:
-        ends: the ends, unquantized; the layers may be quantized.
-        dtype: of the weights in memory.
-
-    Returns:
-        A model without layers, whose config still states the target's number of layers.
+    The model has no layers, but its config still states the target's number of layers.
 
     Raises:
         TargetInvalid: the target is of another class, or an end is missing, of a wrong shape, or quantized.

@@ -27,8 +27,6 @@ class ModelOptStates:
     """A folder of ModelOpt's .pt files.
 
     Attributes:
-        folder: its path.
-        files: one per sequence, by name.
         config: of the target that the user named.
         layers: how many captured layers they must hold.
         sequences: one per file; the file's name stands for the prompt, whose text is not stored.
@@ -41,30 +39,26 @@ class ModelOptStates:
     sequences: Sequence[SequenceRecord]
 
     def read_tokens(self, index: int) -> torch.Tensor:
-        """See `StatesFolder.read_tokens`."""
         return self.read(index).tokens
 
     def read_mask(self, index: int) -> torch.Tensor | None:
-        """See `StatesFolder.read_mask`."""
         return self.read(index).loss_mask
 
     def read_span(self, index: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `StatesFolder.read_span`; the files are memory-mapped, so only that span is read."""
+        """The files are memory-mapped, so only that span is read."""
         stored = self.read(index)
         return stored.captured[begin:end], stored.hidden[begin:end]
 
     def read(self, index: int) -> StoredSequence:
-        """See `StatesFolder.read`."""
         return _read(self.files[index], self.config, self.layers)
 
 
 def open_modelopt_states(
     folder: Path, *, config: TargetConfig, captured: Sequence[int], allow_pickle: bool
 ) -> ModelOptStates:
-    """Open a folder of ModelOpt's .pt files.
+    """Open a folder of ModelOpt's .pt files, at any depth.
 
     Args:
-        folder: its files, at any depth.
         config: of their target; widths and ids are checked against it, since the files have nothing else to check.
         captured: their layers, as the user states them.
         allow_pickle: whether pickles may be read at all; they are read with torch's `weights_only=True`.

@@ -47,9 +47,7 @@ def cut_spans(
     """Cut sequences into pieces of at most `seq` tokens, without those in which no token counts.
 
     Args:
-        sequences: their records.
         masks: returns which tokens of a sequence count, [T] bool.
-        seq: tokens per row.
         held_out: cut the evaluation sequences instead of the training sequences: those of one prompt in fifty.
     """
     chosen = choose_held_out({record.digest for record in sequences})
@@ -65,15 +63,10 @@ def cut_spans(
 
 
 def arrange(lengths: Sequence[int], seq: int, *, pack: bool) -> list[list[int]]:
-    """Return which pieces go into which row: one each, or as many as fit.
+    """Return which pieces, of at most `seq` tokens, go into which row: one each, or with `pack` as many as fit.
 
     Each goes into the first of some open rows with enough room. When a new row is needed, the fullest one is closed, or
     one that was opened many rows ago: so a row's data stays close together on disk.
-
-    Args:
-        lengths: of the pieces, at most `seq`.
-        seq: tokens per row.
-        pack: whether to put several of them into a row.
     """
     if not pack:
         return [[place] for place in range(len(lengths))]
@@ -125,7 +118,6 @@ def table_entries(stored: StoredStates, tokens: Tensor, masks: Tensor, seq: int)
         stored: the states, without an index.
         tokens: of all sequences, in order, [T] int32.
         masks: which of them count, [T] bool.
-        seq: tokens per row.
     """
     starts = np.cumsum([0, *(sequence.length for sequence in stored.sequences)])
     found: dict[str, Tensor] = {}
@@ -236,11 +228,6 @@ class RowTable(Sequence[tuple[Span, ...]]):
     """A table of rows in the index, of which only those rows are read that are asked for.
 
     As a sequence, it has each row's spans, whose numbers stand for its pieces; see `read_span`.
-
-    Args:
-        states: the stored states.
-        rows: their record of the tables.
-        name: which table.
     """
 
     def __init__(self, states: StoredStates, rows: RowsRecord, name: Table) -> None:

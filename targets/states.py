@@ -114,12 +114,7 @@ class FileRecord(StrictModel):
 
 
 class ShardRecord(FileRecord):
-    """A file of states.
-
-    Attributes:
-        file, size, sha256: the file.
-        first, count: the sequences in it, `sequences[first : first + count]`.
-    """
+    """A file of states; it has the sequences `sequences[first : first + count]`."""
 
     first: int
     count: int
@@ -147,12 +142,7 @@ class RowsRecord(StrictModel):
 
 
 class ContentsRecord(StrictModel):
-    """What the folder holds; the schema of sequences.json.
-
-    Attributes:
-        sequences: in order.
-        shards: in order.
-    """
+    """What the folder holds, in order; the schema of sequences.json."""
 
     sequences: tuple[SequenceRecord, ...]
     shards: tuple[ShardRecord, ...] = ()
@@ -163,7 +153,6 @@ class ContentsRecord(StrictModel):
         return hashlib.sha256("".join(shard.sha256 for shard in self.shards).encode()).hexdigest()
 
     def to_json(self) -> str:
-        """Return sequences.json's text."""
         return self.model_dump_json(indent=1) + "\n"
 
 
@@ -208,16 +197,13 @@ class StatesRecord(StrictModel):
 
     @property
     def count(self) -> int:
-        """How many sequences there are."""
         return sum(self.sequences.values())
 
     def to_json(self) -> str:
-        """Return states.json's text."""
         return self.model_dump_json(indent=1, by_alias=True) + "\n"
 
 
 def count_kinds(sequences: Iterable[SequenceRecord]) -> dict[Kind, int]:
-    """Return how many sequences there are of each kind."""
     return dict(Counter(sequence.kind for sequence in sequences))
 
 
@@ -249,10 +235,7 @@ def config_sha256(config: dict[str, Any]) -> str:
 def cut_shards(lengths: Sequence[int], token_bytes: int, shard_bytes: int) -> list[range]:
     """Split sequences into runs of at most `shard_bytes`; a longer one gets a run of its own.
 
-    Args:
-        lengths: tokens of each sequence.
-        token_bytes: bytes of one token's states.
-        shard_bytes: the bound.
+    The lengths are in tokens, each with states of `token_bytes`.
     """
     cuts, held = [0], 0
     for index, length in enumerate(lengths):
@@ -289,49 +272,30 @@ class StoredSequence:
 
 
 class StatesFolder(Protocol):
-    """States on disk, read one sequence at a time."""
+    """States on disk, read one sequence at a time.
+
+    Each read raises StatesInvalid if a file is missing or damaged.
+    """
 
     @property
-    def folder(self) -> Path:
-        """Where they are."""
-        ...
+    def folder(self) -> Path: ...
 
     @property
-    def sequences(self) -> Sequence[SequenceRecord]:
-        """The record of each sequence."""
-        ...
+    def sequences(self) -> Sequence[SequenceRecord]: ...
 
     def read_tokens(self, index: int) -> torch.Tensor:
-        """Read the token ids of one sequence, [T].
-
-        Raises:
-            StatesInvalid: a file is missing or damaged.
-        """
+        """Read the token ids of one sequence, [T]."""
         ...
 
     def read_mask(self, index: int) -> torch.Tensor | None:
-        """Read which tokens of a sequence belong to an answer, [T] bool; None if unknown.
-
-        Raises:
-            StatesInvalid: a file is missing or damaged.
-        """
+        """Read which tokens of a sequence belong to an answer, [T] bool; None if unknown."""
         ...
 
     def read_span(self, index: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read only the captured and final states of a sequence's tokens from `begin` up to `end`.
-
-        Raises:
-            StatesInvalid: a file is missing or damaged.
-        """
+        """Read only the captured and final states of a sequence's tokens from `begin` up to `end`."""
         ...
 
-    def read(self, index: int) -> StoredSequence:
-        """Read one sequence.
-
-        Raises:
-            StatesInvalid: a file is missing or damaged.
-        """
-        ...
+    def read(self, index: int) -> StoredSequence: ...
 
 
 @dataclass(frozen=True)
@@ -339,8 +303,6 @@ class StoredStates:
     """A folder that `kconv states` wrote.
 
     Attributes:
-        folder: its path.
-        record: its states.json.
         columns: which of the stored captured layers to read; positions in the record's order.
         given: what the folder holds, if that was read with the record.
     """
@@ -355,20 +317,14 @@ class StoredStates:
 
     @property
     def sequences(self) -> Sequence[SequenceRecord]:
-        """See `StatesFolder.sequences`."""
         return self.contents.sequences
 
     @property
     def shards(self) -> Sequence[ShardRecord]:
-        """The record of each file of states."""
         return self.contents.shards
 
     def choose(self, captured: Sequence[int]) -> StoredStates:
-        """Return the same states, of which these captured layers are read, as outputs.
-
-        Raises:
-            StatesInvalid: one of them was not stored.
-        """
+        """Return the same states, of which these captured layers are read, as outputs; refuse one not stored."""
         absent = sorted(set(captured) - set(self.record.captured))
         if absent:
             raise StatesInvalid(
@@ -385,22 +341,14 @@ class StoredStates:
 
     @cached_property
     def contents(self) -> ContentsRecord:
-        """What the folder holds; read when it is first asked for.
-
-        Raises:
-            StatesInvalid: it is missing, or differs from what the record says.
-        """
+        """What the folder holds, if it is what the record says; read when it is first asked for."""
         contents = self.given or _read_contents(self.folder, self.record)
         _check_shards(self.folder, self.record, contents)
         return contents
 
     @cached_property
     def index(self) -> dict[str, TensorInfo]:
-        """Where the index's tensors are, by name.
-
-        Raises:
-            StatesInvalid: it is missing, or has another length than the record says.
-        """
+        """Where the index's tensors are, by name."""
         if self.record.index is None:
             raise _unlike(self.folder, INDEX)
         header, tokens = read_header(_sized(self.folder, self.record.index)), self.record.tokens
@@ -413,15 +361,12 @@ class StoredStates:
         return header
 
     def read_tokens(self, index: int) -> torch.Tensor:
-        """See `StatesFolder.read_tokens`."""
         return self._indexed(index, "input_ids").long()
 
     def read_mask(self, index: int) -> torch.Tensor | None:
-        """See `StatesFolder.read_mask`."""
         return self._indexed(index, "loss_mask") if self.sequences[index].kind != "held-out" else None
 
     def read_span(self, index: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `StatesFolder.read_span`."""
         from ..checkpoint.tensors import read_tensor
 
         width, layers = self.record.target.hidden, len(self.record.captured)
@@ -439,7 +384,6 @@ class StoredStates:
         return captured.unflatten(1, (layers, -1))[:, list(self.columns)].flatten(1)
 
     def read(self, index: int) -> StoredSequence:
-        """See `StatesFolder.read`."""
         captured, hidden = self.read_span(index, 0, self.sequences[index].length)
         return StoredSequence(self.read_tokens(index), captured, hidden, self.read_mask(index))
 
@@ -455,11 +399,7 @@ class StoredStates:
         return self._index[name][self._starts[index] : self._starts[index + 1]]
 
     def place(self, index: int, name: str) -> tuple[int, TensorInfo]:
-        """Return the number of the shard with a sequence, and where its captured or final states are.
-
-        Raises:
-            StatesInvalid: the shard is missing, or holds something else.
-        """
+        """Return the number of the shard with a sequence, and where its captured or final states are."""
         width = self.record.target.hidden * (len(self.record.captured) if name == "aux_hidden_states" else 1)
         return self._shard_of(index), self._info(index, name, width)
 
@@ -487,11 +427,7 @@ class StoredStates:
         return [self.shards[place].file for place in sorted({self._shard_of(index) for index in sequences})]
 
     def check_files(self, names: Sequence[str]) -> None:
-        """Refuse a folder that lacks one of these files; their sizes are checked when they are read.
-
-        Raises:
-            StatesInvalid: one is missing.
-        """
+        """Refuse a folder that lacks one of these files; their sizes are checked when they are read."""
         absent = [name for name in names if not (self.folder / name).exists()]
         if absent:
             raise StatesInvalid(
@@ -501,11 +437,7 @@ class StoredStates:
             )
 
     def verify(self) -> None:
-        """Check every shard against its sha256.
-
-        Raises:
-            StatesInvalid: one is missing, or its bytes differ from those written.
-        """
+        """Check every shard against its sha256."""
         # The list of shards is checked when it is read.
         for file in [*self.shards, *([self.record.index] if self.record.index else [])]:
             try:
@@ -524,10 +456,9 @@ class StoredStates:
 def open_states(
     folder: Path, *, config: TargetConfig | None = None, captured: Sequence[int] | None = None
 ) -> StoredStates:
-    """Open a folder of states, and refuse states of another target.
+    """Open a folder that `kconv states` wrote, and refuse states of another target.
 
     Args:
-        folder: what `kconv states` wrote.
         config: of the target that the states must come from; not checked if None.
         captured: the layers to read, as outputs; all stored ones if None.
 
@@ -591,16 +522,11 @@ def _check_target(folder: Path, record: StatesRecord, config: TargetConfig) -> N
 
 
 def _sized(folder: Path, wanted: FileRecord) -> Path:
-    """Return a file's path, and refuse one that is missing or has another size."""
     return check_size(folder / wanted.file, wanted.size)
 
 
 def check_size(file: Path, wanted: int) -> Path:
-    """Return a file's path, and refuse one that is missing or has another size.
-
-    Raises:
-        StatesInvalid: it has.
-    """
+    """Return a file's path, and refuse one that is missing or has another size."""
     try:
         size = file.stat().st_size
     except OSError as fault:

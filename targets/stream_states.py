@@ -19,12 +19,7 @@ from .write_states import PlannedStates, Runner
 
 @dataclass(frozen=True)
 class StreamedStates:
-    """Planned sequences of dialogues, and the target that computes their states.
-
-    Attributes:
-        planned: the sequences, with their whole tokens and their masks of answers.
-        runner: the target, running.
-    """
+    """Planned sequences of dialogues, with their whole tokens and masks, and the target that computes their states."""
 
     planned: PlannedStates
     runner: Runner
@@ -36,28 +31,19 @@ class StreamedStates:
 
     @property
     def sequences(self) -> Sequence[SequenceRecord]:
-        """See `StatesFolder.sequences`."""
         return self.planned.records
 
     def read_tokens(self, index: int) -> torch.Tensor:
-        """See `StatesFolder.read_tokens`."""
         return self.planned.sequences[index].tokens.long()
 
     def read_mask(self, index: int) -> torch.Tensor | None:
-        """See `StatesFolder.read_mask`."""
         return self.planned.sequences[index].mask
 
     def read_span(self, index: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `StatesFolder.read_span`; the target runs over the whole sequence, as for stored states.
-
-        Raises:
-            EngineFailed: the server died, or returns no states.
-            StatesInvalid: the states do not match the sequence.
-        """
+        """The target runs over the whole sequence, as for stored states."""
         captured, hidden = self.runner.capture(self.read_tokens(index)[None], self.planned.record.captured)
         return captured[0, begin:end], hidden[0, begin:end]
 
     def read(self, index: int) -> StoredSequence:
-        """See `StatesFolder.read`."""
         captured, hidden = self.read_span(index, 0, self.sequences[index].length)
         return StoredSequence(self.read_tokens(index), captured, hidden, self.read_mask(index))

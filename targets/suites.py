@@ -29,7 +29,6 @@ class NamedSuite:
         dataset: its name in acceptance.json.
         repo, file: its location on the Hub, as a dataset.
         revision: the default unless the user pins another; a branch is resolved and its commit recorded.
-        categories: all of them.
         each: prompts per category.
         digest: `digest_prompts` of them; None if nobody may publish the whole suite and each user fills it in.
     """
@@ -91,7 +90,6 @@ class Suite:
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
-        """All of them."""
         return tuple(prompt for _, prompts in self.groups for prompt in prompts)
 
     @property
@@ -107,7 +105,6 @@ def load_suite(
 
     Args:
         name: "mt-bench", "speed-bench", or a JSONL file; a file that holds a named suite's prompts counts as that.
-        revision: of the dataset on the Hub.
         categories: if given, only these.
         limit: at most this many prompts of each category, from the top.
 

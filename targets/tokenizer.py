@@ -35,11 +35,7 @@ SLACK = 16
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A target's tokenizer, reduced to what prompts and texts need.
-
-    Attributes:
-        inner: transformers' tokenizer.
-    """
+    """A target's tokenizer, reduced to what prompts and texts need."""
 
     inner: PreTrainedTokenizerBase
 
@@ -79,12 +75,7 @@ class Tokenizer:
     def encode_chat(self, turns: Sequence[str], limit: int | None = None) -> list[int]:
         """Return the ids of a dialogue up to the start of the target's answer.
 
-        Args:
-            turns: the turns of user and assistant in alternation, beginning and ending with the user.
-            limit: as in `encode`.
-
-        Raises:
-            TargetInvalid: see `render_chat`.
+        Turns of user and assistant alternate, beginning and ending with the user. `limit` is as in `encode`.
         """
         roles = ("user", "assistant")
         messages = [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
@@ -96,9 +87,6 @@ class Tokenizer:
         Args:
             messages: {"role": ..., "content": ...} of each turn.
             answer: whether to add the start of the assistant's next answer.
-
-        Raises:
-            TargetInvalid: the folder has no chat template, or it fails or produces too much text.
         """
         if not self.inner.chat_template:
             raise TargetInvalid(
@@ -140,13 +128,12 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenize
     """Load the tokenizer in a target's folder.
 
     Args:
-        folder: the target's.
         trust_remote_code: run the Python code in the folder, as Kimi-K2's own tokenizer needs. Code is never fetched
-        from elsewhere: only files in the folder run, at the revision of the folder.
+            from elsewhere: only files in the folder run, at the revision of the folder.
 
     Raises:
         TargetInvalid: there is no tokenizer, it is broken, it needs code that may not run, or its code belongs to
-        another repository.
+            another repository.
     """
     if trust_remote_code:
         _refuse_elsewhere(folder)
@@ -194,14 +181,7 @@ def _refuse_elsewhere(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The parts of a target from which a head's draft vocabulary is made.
-
-    Attributes:
-        layers: number of the target's decoder layers.
-        size: rows of its embedding.
-        lm_head: its output matrix, [size, hidden].
-        tokenizer: its tokenizer.
-    """
+    """The parts of a target from which a head's draft vocabulary is made; lm_head is [size, hidden]."""
 
     layers: int
     size: int
@@ -210,22 +190,13 @@ class Vocabulary:
 
     @property
     def specials(self) -> dict[int, str]:
-        """The special tokens by id, ascending."""
         return self.tokenizer.specials
 
     def count_tokens(self, file: Path) -> torch.Tensor:
-        """Count the tokens of a text.
+        """Return how often each token id occurs in a text, [size] int64.
 
-        Args:
-            file: if its name ends in .jsonl, prompts (see `read_prompts`), whose turns are counted without a template;
-            otherwise plain text.
-
-        Returns:
-            [size] int64, how often each id occurs in the text.
-
-        Raises:
-            PromptsInvalid: the file cannot be read, or holds no text.
-            TargetInvalid: the tokenizer gives ids for which the target has no row.
+        A file whose name ends in .jsonl has prompts (see `read_prompts`), whose turns are counted without a template;
+        any other is plain text.
         """
         texts = [turn for p in read_prompts(file) for turn in p.turns] if file.suffix == ".jsonl" else [_text(file)]
         ids = torch.tensor([i for text in texts for i in self.tokenizer.encode(text)], dtype=torch.int64)
@@ -250,12 +221,8 @@ def _first_line(fault: Exception) -> str:
 def read_vocabulary(source: Source, *, trust_remote_code: bool = False) -> Vocabulary:
     """Read a target's vocabulary; for a hub id, only the files that hold it are downloaded.
 
-    Args:
-        source: the target's.
-        trust_remote_code: run the Python code in the folder, as Kimi-K2's own tokenizer needs.
-
     Raises:
-        HubRefused, HubUnreachable, OutputFailed: see `checkpoint.hub_faults`.
+        HubRefused, HubUnreachable, OutputFailed: they cannot be downloaded.
         NotACheckpoint, ConfigInvalid, CorruptIndex, CorruptHeader: it is not a checkpoint.
         TargetInvalid: it is not a causal language model, or its tokenizer cannot be loaded.
     """

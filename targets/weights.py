@@ -1,7 +1,4 @@
-"""A target's weights in any stored form, read as plain numbers.
-
-The forms are plain, and those of `checkpoint.formats.OF_TARGETS`.
-"""
+"""A target's weights in any stored form, plain or of `OF_TARGETS`, read as plain numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +26,6 @@ class StoredWeight(Protocol):
         name: its name as a plain tensor, e.g. "model.layers.1.mlp.experts.0.up_proj.weight".
         shape: its dims as a plain tensor.
         dtype: safetensors name of the dtype that it is read as.
-        form: the stored form, as in `target.source_formats`.
         infos: the tensors on disk that hold it.
     """
 
@@ -62,49 +58,37 @@ class Plain:
 
     @property
     def name(self) -> str:
-        """Its name on disk."""
         return self.info.name
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its dims."""
         return self.info.shape
 
     @property
     def dtype(self) -> str:
-        """Its dtype on disk."""
         return self.info.dtype
 
     @property
     def infos(self) -> tuple[TensorInfo, ...]:
-        """Itself."""
         return (self.info,)
 
     def blocks(self) -> Iterator[torch.Tensor]:
-        """Yield a matrix in consecutive blocks of rows."""
         for begin, end in spans(self.shape):
             yield read_span(self.info, begin, end)
 
     def read(self) -> torch.Tensor:
-        """Return it whole."""
         return read_tensor(self.info)
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """A matrix in a quantized format.
-
-    Attributes:
-        format: the format.
-        parts: the tensors on disk, by suffix; values first.
-    """
+    """A matrix in a quantized format; its tensors on disk by suffix, values first."""
 
     format: StoredFormat
     parts: Mapping[str, TensorInfo]
 
     @property
     def name(self) -> str:
-        """As a plain weight."""
         return f"{self.infos[0].name.removesuffix(f'.{self.format.values}')}.weight"
 
     @property
@@ -114,25 +98,18 @@ class Quantized:
 
     @property
     def dtype(self) -> str:
-        """That it is read as."""
         return self.format.dtype(self.parts)
 
     @property
     def form(self) -> str:
-        """Its format's."""
         return self.format.form
 
     @property
     def infos(self) -> tuple[TensorInfo, ...]:
-        """The values and their scales."""
         return tuple(self.parts.values())
 
     def stored(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield its tensors as stored, by suffix, in consecutive blocks of rows.
-
-        Raises:
-            QuantizedWeightInvalid: they contradict each other.
-        """
+        """Yield its tensors as stored, by suffix, in consecutive blocks of rows."""
         rows = {suffix: self.format.tensors[suffix].rows for suffix in self.parts}
         whole = {suffix: read_tensor(info) for suffix, info in self.parts.items() if not rows[suffix]}
         self.format.check_values(self.parts, whole)
@@ -144,21 +121,17 @@ class Quantized:
             }
 
     def blocks(self) -> Iterator[torch.Tensor]:
-        """Yield it dequantized, in consecutive blocks of rows."""
         for stored in self.stored():
             yield self.format.unpack(stored).to(TORCH[self.dtype])
 
     def read(self) -> torch.Tensor:
-        """Return it whole, dequantized."""
         return torch.cat(list(self.blocks()))
 
 
 def spans(shape: tuple[int, ...], multiple: int = 1) -> Iterator[tuple[int, int]]:
     """Yield the row ranges that split a matrix into blocks of about `SPAN` elements.
 
-    Args:
-        shape: [rows, columns].
-        multiple: each range except the last is a multiple of it.
+    Each range except the last is a multiple of `multiple`.
     """
     rows, columns = shape
     step = max(SPAN // max(columns, 1) // multiple, 1) * multiple

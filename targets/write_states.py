@@ -70,9 +70,7 @@ INT32 = "i"  # of an array
 class Planned:
     """A sequence: its record, its tokens as far as known, and a dialogue's mask of answers.
 
-    Attributes:
-        record: its record.
-        ids, answers: tokens, and bytes of 0 and 1; small tensors would take half a kilobyte each.
+    Tokens and mask are an array, and bytes of 0 and 1: small tensors would take half a kilobyte each.
     """
 
     record: SequenceRecord
@@ -100,7 +98,6 @@ class PlannedStates:
 
     @cached_property
     def records(self) -> tuple[SequenceRecord, ...]:
-        """The sequences' records."""
         return tuple(row.record for row in self.sequences)
 
 
@@ -112,9 +109,7 @@ def plan_states(
     options: StatesOptions,
     shard_bytes: int,
 ) -> PlannedStates:
-    """Plan every sequence and shard before running anything.
-
-    Args as in `write_states.write_states`.
+    """Plan every sequence and shard before running anything; the arguments are those of `write_states`.
 
     Raises:
         PromptsInvalid: no prompt is left, or one is too long for the target.
@@ -260,7 +255,7 @@ class Runner(Protocol):
         ...
 
     def capture(self, tokens: torch.Tensor, captured: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run tokens `[1, T]`; see `target.states.capture`."""
+        """Run tokens `[1, T]`; return the captured and the final states."""
         ...
 
     def extend(self, kind: Kind, prompts: Sequence[Sequence[int]], length: int, seed: int) -> list[list[int]]:
@@ -283,13 +278,10 @@ def capture_states(
     """Write the hidden states of a target that a user names; it runs here or in a server.
 
     Args:
-        target: the target; for a hub id the whole model is downloaded, or only config, tokenizer and output matrix if a
-            server runs it.
-        options: the states to create.
-        out: the folder to create.
+        target: for a hub id the whole model is downloaded, or only config, tokenizer and output matrix if a server runs
+            it.
         captured: returns the layers, from the target's config.
         connect: returns the served target, from its config and the dtype of the states; None to load it here.
-        log: called with progress messages.
 
     Raises:
         OutputExists, OutputFailed, PromptsInvalid, StatesInvalid, TargetInvalid: see `write_states`.
@@ -328,11 +320,9 @@ def capture_states(
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a run.
+    """The progress of a run: sequences and tokens, finished and in total.
 
     Attributes:
-        sequences, all_sequences: finished, and in total.
-        tokens, all_tokens: finished, and in total.
         captured: tokens that this run captured itself.
         seconds: time that this took.
     """
@@ -370,16 +360,12 @@ def write_states(
 
     Args:
         runner: the running target; its dtype is that of the states.
-        checkpoint, config: the same target's folder and config.
-        tokenizer: the target's.
-        options: what to write.
-        out: the folder to create.
         shard_bytes: limit on a file's size.
         seq: tokens of a training row, for the tables of rows in the index.
         advance: called with the progress after each shard.
 
     Raises:
-        OutputExists, OutputFailed: see `checkpoint.staging`.
+        OutputExists, OutputFailed: the folder exists, or cannot be written.
         PromptsInvalid: no prompt is left, or one is too long for the target.
         TrainingDataInvalid: the dialogues cannot be read, or have no answer.
         StatesInvalid: a run with other settings was interrupted here, or another one is active.
@@ -422,10 +408,7 @@ def write_states(
 class Captures:
     """States of planned sequences, requested ahead of need, as many at once as the target runs in parallel.
 
-    Args:
-        runner: the target.
-        planned: the sequences.
-        left: numbers of the shards whose sequences to request, in this order.
+    `left` has the numbers of the shards whose sequences to request, in this order.
     """
 
     def __init__(self, runner: Runner, planned: PlannedStates, left: Sequence[int]) -> None:
