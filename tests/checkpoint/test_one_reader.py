@@ -24,7 +24,11 @@ ELSEWHERE = {
     "quantize/pack.py": {"read_text": "the package's own C, and /proc/cpuinfo"},
     "quantize/calibrate.py": {"open": "what was written here is put on the disk"},
     "quantize/stream.py": {"open": "what was written here is put on the disk"},
-    "installed.py": {"read_text": "pip's own record of this installation", "json.loads": "that record"},
+    "installed.py": {
+        "read_text": "pip's own record of this installation",
+        "json.loads": "that record",
+        "read_bytes": "the package's own code",
+    },
     "operations/env.py": {"read_text": "/proc/cpuinfo"},
     "targets/rows.py": {"open": "the first bytes of a file of states, whose size is known"},
     "targets/write_states.py": {
