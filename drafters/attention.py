@@ -8,7 +8,7 @@ a growing cache and the vectorized drafting chain.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -17,6 +17,9 @@ from torch import Tensor
 
 from .rope import rotate_halves, rotate_pairs
 from .spec import Gqa, Mla
+
+# Bytes of float32 scores to hold at a time: some heads' then, of a long text.
+SCORE_BYTES = 1 << 30
 
 
 class Context(Protocol):
@@ -69,15 +72,26 @@ class ChainContext:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """See `Context.attend`; T is the number of chains in each call."""
         self._entries[layer].append((repeat_heads(key, query), repeat_heads(value, query)))
-        (first_key, first_value), *own = self._entries[layer]
-        scores = hide_future(query @ first_key.transpose(-1, -2) * scale)
-        own_scores = [(query * own_key).sum(-1, keepdim=True) * scale for own_key, _ in own]
-        weights = softmax(torch.cat([scores, *own_scores], dim=-1))
-        chains = first_key.shape[2]
-        output = weights[..., :chains] @ first_value
-        for step, (_, own_value) in enumerate(own):
-            output = output + weights[..., chains + step, None] * own_value
-        return output
+        batch, heads, chains, _ = query.shape
+        lot = max(1, SCORE_BYTES // (4 * batch * chains**2))
+        parts = []
+        for at in range(0, heads, lot):
+            own = slice(at, at + lot)
+            parts.append(_along(query[:, own], [(k[:, own], v[:, own]) for k, v in self._entries[layer]], scale))
+        return torch.cat(parts, 1)
+
+
+def _along(query: Tensor, entries: Sequence[tuple[Tensor, Tensor]], scale: float) -> Tensor:
+    """Return the attention output of all chains at a draft step, from the entries of the steps so far."""
+    (first_key, first_value), *own = entries
+    scores = hide_future(query @ first_key.transpose(-1, -2) * scale)
+    own_scores = [(query * own_key).sum(-1, keepdim=True) * scale for own_key, _ in own]
+    weights = softmax(torch.cat([scores, *own_scores], dim=-1))
+    chains = first_key.shape[2]
+    output = weights[..., :chains] @ first_value
+    for step, (_, own_value) in enumerate(own):
+        output = output + weights[..., chains + step, None] * own_value
+    return output
 
 
 def project_gqa(

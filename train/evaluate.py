@@ -7,7 +7,7 @@ acceptance comes from kconv's own forward and chain, as `kconv validate` measure
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..charts import COLOURS, INK, chart
-from ..drafters.chain import Acceptance, draft_logits, overlap, overlap_acceptance, pool
+from ..drafters.chain import Acceptance, overlap_acceptance, overlap_at, pool, served_shares, unroll
 from ..drafters.forward import DraftHead
 from ..drafters.slots import needs
 from ..drafters.spec import HeadSpec, Tokens
@@ -26,6 +26,9 @@ from ..targets.config import TargetConfig
 from .feed import Batch, Feed
 from .module import EagleModel, run_eagle
 from .recipe import EagleRecipe
+
+# Bytes of one step's logits to hold at a time: rows are measured together up to that, a longer one by itself.
+LOGIT_BYTES = 256 << 20
 
 
 def spec_of(recipe: EagleRecipe, target: TargetConfig) -> HeadSpec:
@@ -96,10 +99,7 @@ def evaluate(
     for index in range(len(unseen)):
         batch: Batch = _to(unseen[index], head.weights["fc"].device)
         output = run_eagle(model, batch, recipe)
-        outputs = batch["base_model_outputs"]
-        target_logits = model._base_model_lm_head(outputs["base_model_hidden_states"])
-        drafted = draft_logits(head, batch["input_ids"], outputs["aux_hidden_states"], steps)
-        shares = overlap(drafted, target_logits, head.target_ids)
+        shares = torch.cat(list(_shares(model, head, batch, steps)), 1)
         # Chain t drafts after token t + 1; it counts if everything that it predicts from belongs to an answer.
         chains = shares.shape[2]
         counts = torch.stack([batch["loss_mask"][:, k : k + chains] for k in range(1, steps + 1)]).all(0)
@@ -111,6 +111,22 @@ def evaluate(
     figures = {"loss": float(torch.stack(losses).mean()), "acceptance": total.length}
     figures |= {f"top1_{k}": float(value) for k, value in enumerate(torch.stack(top1).mean(0), start=1)}
     return figures | {f"rate_{k}": rate for k, rate in enumerate(total.rates, start=1)}
+
+
+def count_rows(length: int, vocab: int) -> int:
+    """Return how many rows of a batch an evaluation measures at a time."""
+    return max(1, LOGIT_BYTES // (4 * length * vocab))
+
+
+def _shares(model: EagleModel, head: DraftHead, batch: Batch, steps: int) -> Iterator[Tensor]:
+    """Yield the share of each step's drafts that is accepted, [K, rows, T'], of some rows at a time."""
+    ids, outputs = batch["input_ids"], batch["base_model_outputs"]
+    lot = count_rows(ids.shape[1], head.spec.vocab)
+    parts = (ids, outputs["aux_hidden_states"], outputs["base_model_hidden_states"])
+    for tokens, captured, hidden in zip(*(part.split(lot) for part in parts), strict=True):
+        served = served_shares(model._base_model_lm_head(hidden), head.target_ids)
+        drafted = enumerate(unroll(head, tokens, captured, steps), start=1)
+        yield torch.stack([overlap_at(served, k, step.logits.float().softmax(-1)) for k, step in drafted])
 
 
 def head_state(model: nn.Module) -> dict[str, Tensor]:

@@ -6,7 +6,9 @@ Kimi-K2's dims tens of gigabytes for a row of 4,096 tokens. The replacements her
 * attention for a block of queries at a time, by torch's scaled_dot_product_attention; a block gets only the keys of its
   documents and chains, and is recomputed for the gradient;
 * keys and values of the draft steps kept separately, where a cache would join them into a copy per step;
-* the loss for a block of tokens at a time, and only for those that count; their logits are recomputed for the gradient;
+* the loss of all draft steps for a block of tokens at a time, and only for those that count: the target's probabilities
+  once for all steps, and the gradient with the loss, so that no logits are kept or recomputed;
+* the target's output matrix cast once, where autocast casts a frozen matrix anew at each use;
 * the MLP's inner activations recomputed for the gradient;
 * masks that keep attention, draft chains and loss inside a document, so that a packed row has the same loss as its
   documents separately.
@@ -163,6 +165,8 @@ def make_lean(model: Any, lk_loss: float) -> None:
         # Only on this object: ModelOpt's class is shared by all Eagle models.
         setattr(model, name, partial(method, model, getattr(model, name)))
     model.kconv_documents, model.kconv_lk_loss = None, lk_loss
+    # Of a forward: the target's final states, and each draft step's. Of all: the target's output matrix as it is used.
+    model.kconv_target, model.kconv_drafted, model.kconv_known = None, [], None
     for layer in model.eagle_module.layers:
         layer.mlp.forward = partial(_again, layer.mlp.forward)
 
@@ -180,6 +184,11 @@ def run_lean(model: Any, inner: Any, batch: dict[str, Any]) -> Any:
     if documents is None:
         documents = torch.zeros_like(values["input_ids"])
     inner.kconv_documents = find_documents(documents)
+    # ModelOpt would compute the target's logits of all tokens at once if none are given.
+    hidden = values["base_model_outputs"]["base_model_hidden_states"]
+    values["base_model_outputs"] = values["base_model_outputs"] | {
+        "base_model_logits": hidden.new_zeros(*hidden.shape[:2], 1)
+    }
     try:
         return model(**values, position_ids=inner.kconv_documents.positions)
     finally:
@@ -202,10 +211,8 @@ def _inputs(
     model: Any, original: Any, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Any, base: Any
 ) -> tuple[Any, ...]:
     """Replace `_prepare_eagle_inputs`: return the target's final states where ModelOpt returns its probabilities."""
-    hidden = base.out_hiddens
-    base.logits = hidden.new_zeros(*hidden.shape[:2], 1)
     embeds, hiddens, seen, places, *_ = original(ids, mask, positions, cache, base)
-    return embeds, hiddens, seen, places, hidden, hidden
+    return embeds, hiddens, seen, places, base.out_hiddens, base.out_hiddens
 
 
 def _logits_of_nothing(model: Any, original: Any, logits: Tensor) -> Tensor:
@@ -222,42 +229,146 @@ def _draft(model: Any, original: Any, hidden: Tensor, embeds: Tensor, mask: Any,
     return normed, residual, normed, cache
 
 
-def _loss(model: Any, original: Any, target: Tensor, _: Tensor, head: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Replace `_eagle_loss`: the mean loss over the tokens that count, and the share of equal tops.
+def _keep(model: Any, original: Any, target: Tensor, _: Tensor, head: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Replace `_eagle_loss`: keep a draft step's final states for `_forward`, which computes the losses of all."""
+    if not model.kconv_drafted:
+        model.kconv_target = target
+    model.kconv_drafted.append((head, mask))
+    return head.new_zeros(()), head.new_zeros(())
 
-    The loss is the soft cross-entropy and, with the recipe's weight, the LK loss.
+
+def _forward(model: Any, original: Any, **values: Any) -> Any:
+    """Replace `forward`: give the output its loss, and the share of equal tops at each draft step.
+
+    The loss is the soft cross-entropy and, with the recipe's weight, the LK loss: each step's mean over the tokens that
+    count, decayed by step.
     """
+    try:
+        output = original(**values)
+        loss, equal = _loss(model, model.kconv_target, model.kconv_drafted)
+    finally:
+        model.kconv_target, model.kconv_drafted = None, []
+    output["loss"] = output["eagle_loss"] = loss
+    output["train_acc"] = [equal.tolist()]
+    return output
+
+
+def _loss(model: Any, target: Tensor, drafted: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return the loss, and the share of equal tops at each draft step."""
     documents: Documents = model.kconv_documents
-    step = documents.numbers.shape[1] - 1 - mask.shape[1]
-    # The position predicted from and the chain's start must be in one document.
-    inside = documents.positions[:, 1 + step :] > step
-    counted = mask[:, : head.shape[1]].bool() & inside & (documents.numbers[:, 1 + step :] >= 0)
-    known, drafted = target[counted], head[counted]
-    size = max(FEWEST_TOKENS, LOGIT_BYTES // (4 * model.config.vocab_size))
-    # An empty sum must still depend on the head.
-    total, equal = head.sum() * 0.0, torch.zeros((), device=head.device)
-    for own, other in zip(known.split(size), drafted.split(size), strict=True):
-        part, same = checkpoint(_part, model, own, other, use_reentrant=False)  # pyright: ignore[reportGeneralTypeIssues]
-        total, equal = total + part, equal + same
-    count = counted.sum()
-    return total / (count + 1e-5), equal / count.clamp_min(1)
+    places = documents.positions[:, 1:]
+    # Step k's first state predicts the same token as step 0's k-th. The position predicted from and the chain's start
+    # must be in one document.
+    counted = [
+        F.pad(mask.bool(), (step, 0)) & (places > step) & (documents.numbers[:, 1:] >= 0)
+        for step, (_, mask) in enumerate(drafted)
+    ]
+    # What counts at a step counts at those before it.
+    rows, at = counted[0].nonzero(as_tuple=True)
+    counts = torch.stack([one[rows, at] for one in counted]).float()
+    totals = counts.sum(1, keepdim=True)
+    decay = model.eagle_loss_decay_factor ** torch.arange(len(drafted), device=counts.device)[:, None]
+    heads = [head[rows, (at - step).clamp_min(0)] for step, (head, _) in enumerate(drafted)]
+    known = _known(model)
+    own = getattr(model.eagle_module, "lm_head", None)
+    own = known if own is None else (own.weight, own.bias)
+    # An evaluation asks for no gradients, which torch does not tell the function.
+    matrix = own[0] if torch.is_grad_enabled() else own[0].detach()
+    weights = decay * counts / (totals + 1e-5)
+    loss, equal = _JointLoss.apply(model.kconv_lk_loss, known, own[1], target[rows, at], weights, matrix, *heads)  # pyright: ignore[reportGeneralTypeIssues]
+    return loss, (equal * counts).sum(1) / totals[:, 0].clamp_min(1)
 
 
-def _part(model: Any, target: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
-    with torch.no_grad():
-        known, rows = model._base_model_lm_head, slice(None)
-        if hasattr(model.eagle_module, "d2t"):
-            # Only the target's tokens that the head drafts: the others cost as much, and nothing uses them.
-            d2t = model.eagle_module.d2t
-            rows = torch.arange(len(d2t), device=d2t.device) + d2t
-        logits = F.linear(target, known.weight[rows], None if known.bias is None else known.bias[rows])
-    own = getattr(model.eagle_module, "lm_head", model._base_model_lm_head)(head)
-    wanted, drafted = logits.softmax(-1), own.log_softmax(-1)
-    loss = -(wanted * drafted).sum()
-    if model.kconv_lk_loss:
-        accepted = torch.minimum(wanted, drafted.exp()).sum(-1)
-        loss = loss - model.kconv_lk_loss * accepted.clamp(min=SMALLEST).log().sum()
-    return loss, (logits.argmax(-1) == own.argmax(-1)).sum().float().detach()
+def _compute(device: torch.device) -> torch.dtype | None:
+    """Return what matrix products are computed in; None for their inputs' dtype."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+@torch.no_grad()
+def _known(model: Any) -> tuple[Tensor, Tensor | None]:
+    """Return the target's output matrix and bias as they are used: of the tokens that the head drafts, and cast."""
+    known, dtype = model._base_model_lm_head, _compute(model.device)
+    d2t = getattr(model.eagle_module, "d2t", None)
+    if d2t is None and dtype in (None, known.weight.dtype):
+        return known.weight, known.bias
+    if model.kconv_known is None:
+        # Only the target's tokens that the head drafts: the others cost as much, and nothing uses them.
+        rows = slice(None) if d2t is None else torch.arange(len(d2t), device=d2t.device) + d2t
+        model.kconv_known = tuple(None if part is None else part[rows].to(dtype) for part in (known.weight, known.bias))
+    return model.kconv_known
+
+
+class _JointLoss(torch.autograd.Function):
+    """The weighted loss of all draft steps, a block of tokens at a time, with its gradient.
+
+    The gradient of the cross-entropy with respect to logits is the head's probabilities less the target's. Of the LK
+    loss, -log a with a the sum of min(p, q), it is q (g - sum of g q), where g is -1/a if q < p, else 0.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        lk_loss: float,
+        known: tuple[Tensor, Tensor | None],
+        own_bias: Tensor | None,
+        target: Tensor,
+        weights: Tensor,
+        own: Tensor,
+        *heads: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the loss and its gradient.
+
+        Args:
+            ctx: torch's.
+            lk_loss: its weight.
+            known: the target's output matrix [V, hidden] and bias, frozen.
+            own_bias: the head's, frozen.
+            target: the target's final states [N, hidden].
+            weights: of each draft step's loss at each token [K, N].
+            own: the head's output matrix [V, hidden].
+            heads: each draft step's final states [N, hidden].
+
+        Returns:
+            The loss, and whether both tops are equal [K, N].
+        """
+        dtype = _compute(own.device) or own.dtype
+        matrix, trained = own.to(dtype), ctx.needs_input_grad[5]
+        grads = [torch.zeros_like(head) for head in heads] if any(ctx.needs_input_grad) else []
+        own_grad = torch.zeros_like(own) if trained else None
+        total, equal = weights.new_zeros(()), torch.zeros_like(weights)
+        size = max(FEWEST_TOKENS, LOGIT_BYTES // (4 * len(own)))
+        for begin in range(0, len(target), size):
+            block = slice(begin, begin + size)
+            logits = F.linear(target[block].to(dtype), known[0], known[1])
+            tops, wanted = logits.argmax(-1), logits.softmax(-1, torch.float32)
+            for step, head in enumerate(heads):
+                states, share = head[block].to(dtype), weights[step, block, None]
+                logits = F.linear(states, matrix, own_bias)
+                equal[step, block] = (logits.argmax(-1) == tops).float()
+                drafted = logits.log_softmax(-1, torch.float32)
+                total -= (share * (wanted * drafted).sum(-1, True)).sum()
+                drafted = drafted.exp_()
+                found = drafted - wanted
+                if lk_loss:
+                    accepted = torch.minimum(wanted, drafted).sum(-1, True)
+                    total -= lk_loss * (share * accepted.clamp(min=SMALLEST).log()).sum()
+                    slope = (found < 0).float().mul_((accepted > SMALLEST) * -lk_loss / accepted.clamp(min=SMALLEST))
+                    found += drafted * (slope - (slope * drafted).sum(-1, True))
+                if grads:
+                    found = found.mul_(share).to(dtype)
+                    grads[step][block] = found @ matrix
+                if own_grad is not None:
+                    own_grad += found.T @ states
+        ctx.grads = (own_grad, *grads)
+        ctx.mark_non_differentiable(equal)
+        return total, equal
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, given: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients, which `forward` computed, times that of the loss."""
+        grads, ctx.grads = ctx.grads, None
+        return None, None, None, None, None, *(None if one is None else one.mul_(given) for one in grads)
 
 
 METHODS = {
@@ -266,5 +377,6 @@ METHODS = {
     "_prepare_eagle_inputs": _inputs,
     "_map_logits_to_draft_vocab": _logits_of_nothing,
     "_eagle_forward": _draft,
-    "_eagle_loss": _loss,
+    "_eagle_loss": _keep,
+    "forward": _forward,
 }

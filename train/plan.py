@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any, ClassVar
 
+from ..drafters.attention import SCORE_BYTES
 from ..drafters.slots import needs
 from ..drafters.spec import Mla
 from ..lines import Part, Result, Table, duration
 from ..targets.config import TargetConfig
-from .evaluate import spec_of
+from .evaluate import count_rows, spec_of
 from .lean import FEWEST_TOKENS, LOGIT_BYTES
 from .recipe import EagleRecipe
 
@@ -132,22 +133,39 @@ def _memory(
     # Under autocast each matrix also exists in bf16, until the step's gradients are computed.
     copies = trained * 2 if recipe.compute else 0
     given = tokens * config.hidden * (len(recipe.captured) + 1) * width
+    # The rows that the loss is computed with are copied, in what it is computed in.
+    rows = (recipe.draft_vocab or config.vocab) if recipe.compute or recipe.draft_vocab else 0
+    copied = rows * config.hidden * WIDTHS[recipe.compute or recipe.dtype]
+    kept = tokens * recipe.ttt_steps * token_bytes(recipe, config.hidden)
+    once = _at_once(recipe, config, tokens)
     return {
         "weights": trained * width // parts,
         "bf16 copies of weights": copies,
         "gradients": trained * width // parts,
         "optimizer": moments // parts,
-        "the target's ends": ends // parts,
+        "the target's ends": ends // parts + copied,
         "states of the batch": given,
-        "activations": tokens * recipe.ttt_steps * token_bytes(recipe, config.hidden),
-        "recomputed at once": _at_once(recipe, config, tokens),
+        "activations": kept,
+        "recomputed at once": once,
+        "more at an evaluation": max(0, _evaluation(recipe, config) - kept - once),
     }
+
+
+def _evaluation(recipe: EagleRecipe, config: TargetConfig) -> int:
+    """Return what an evaluation holds at a time: the target's probabilities, and a step's scores or logits."""
+    rows = min(recipe.batch, count_rows(recipe.seq, config.vocab))
+    logits, scores = 4 * rows * recipe.seq * config.vocab, 4 * rows * recipe.seq**2
+    scores = min(max(SCORE_BYTES, scores), recipe.attention.heads * scores)
+    # As they are, without what is hidden, as probabilities, and as these are returned; or as they are, as
+    # probabilities, and the smaller of these and the target's.
+    return logits + max(4 * scores, 3 * logits)
 
 
 def token_bytes(recipe: EagleRecipe, hidden: int) -> int:
     """Return what is kept per token and draft step for the gradient, with kernel "sdpa".
 
-    That is the inputs of linear layers and norms, keys and values, and what the loss is recomputed from; see `lean`.
+    That is the inputs of linear layers and norms, keys and values, and the gradient that comes with the loss; see
+    `lean`.
     """
     full, half = WIDTHS[recipe.dtype], WIDTHS[recipe.compute or recipe.dtype]
     attention = recipe.attention

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kconv.drafters import attention
 from kconv.drafters.attention import CausalContext
 from kconv.drafters.chain import along_chains, count_chains, draft_logits, draft_tokens, unroll
 from kconv.drafters.spec import Gqa, Mla, Norms, Rope, Yarn
@@ -121,13 +122,16 @@ def one_chain(spec, w, tokens, fused, chain, steps):
     return torch.stack(logits)
 
 
-@given(shape=shapes, steps=st.integers(1, 4), extra=st.integers(0, 4), seed=st.integers(0, 99))
+@given(shape=shapes, steps=st.integers(1, 4), extra=st.integers(0, 4), seed=st.integers(0, 99), few=st.booleans())
 @settings(deadline=None, max_examples=60)
-def test_chains_are_what_one_chain_at_a_time_gives(make_spec, make_head, shape, steps, extra, seed):
+def test_chains_are_what_one_chain_at_a_time_gives(make_spec, make_head, shape, steps, extra, seed, few):
     spec = make_spec(**shape)
     head = make_head(spec, seed)
     tokens, captured = text_and_states(spec, steps + 2 + extra, seed)
-    got = draft_logits(head, tokens, captured, steps)
+    with pytest.MonkeyPatch.context() as patch:
+        # Scores of one head at a time, as of a long text, or of all.
+        patch.setattr(attention, "SCORE_BYTES", 1 if few else attention.SCORE_BYTES)
+        got = draft_logits(head, tokens, captured, steps)
     assert got.shape == (steps, 2, 1 + extra, spec.draft_vocab)
     fused = head.fuse(captured)
     for row in range(2):

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kconv.checkpoint.source import Folder
 from kconv.errors import RecipeInvalid
+from kconv.targets.config import read_target_config
 from kconv.targets.dialogues import Sample
 from kconv.targets.forward import run_target
 from kconv.targets.model import find_ends, load_ends
 from kconv.targets.rows import OPEN, arrange
 from kconv.train import lean
 from kconv.train.data import pack_samples
+from kconv.train.evaluate import LOGIT_BYTES, draft_head, evaluate, head_state, spec_of
 from kconv.train.feed import Feed, Offline, Online
 from kconv.train.lean import find_documents
 from kconv.train.module import build_module, draft_logits, reduce_vocab, run_eagle, save_module
@@ -173,6 +178,43 @@ def test_the_lk_loss_is_that_of_modelopts_own_probabilities(ends, kind, monkeypa
     decayed = sum(one * eager.loss_decay**k for k, one in enumerate(expected))
     assert float(output.loss - without.loss) == pytest.approx(weight * float(decayed), rel=1e-4)
     assert_alike(gradients(model), gradients(own))
+
+
+class Casts(TorchDispatchMode):
+    """Counts what is cast, by its shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = Counter[tuple[int, ...]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default:
+            self.count[tuple(args[0].shape)] += 1
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("drafted", [None, 96])
+def test_the_targets_output_matrix_is_cast_once_for_all_steps(ends, drafted, monkeypatch):
+    monkeypatch.setattr(lean, "LOGIT_BYTES", 4 * 512 * 20)
+    recipe = dataclasses.replace(TEST_MLA, kernel="sdpa", compute="BF16", draft_vocab=drafted)
+    with Casts() as casts:
+        (one, other), model = learn(ends, recipe, [batch(3, 24), batch(3, 24, seed=1)])
+        (one.loss + other.loss).backward()
+    assert not drafted or casts.count[drafted, 64] == 1 + 2  # and the head's own in each forward
+    assert casts.count[tuple(model.lm_head.weight.shape)] == (0 if drafted else 1)
+
+
+def test_a_head_is_measured_alike_in_rows_and_together(ends, tiny_target, target, monkeypatch):
+    recipe = dataclasses.replace(TEST_GQA, kernel="sdpa")
+    model = build_module(load_ends(ends, torch.float32), recipe)
+    samples = [Sample(torch.randint(3, 512, (24,)), torch.rand(24) > 0.3) for _ in range(6)]
+    feed = Feed(pack_samples(samples, 24, pack=False), 3, Online(target, recipe.captured))
+    spec = spec_of(recipe, read_target_config(tiny_target))
+    found = []
+    for size in (1, LOGIT_BYTES):
+        monkeypatch.setattr("kconv.train.evaluate.LOGIT_BYTES", size)
+        found.append(evaluate(model, draft_head(head_state(model), model, spec), feed, recipe, list))
+    assert 1 < found[0]["acceptance"] < 4 and found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 def test_what_stands_in_another_document_changes_nothing(ends):

@@ -101,6 +101,12 @@ def test_a_plan_at_kimi_k2s_dims_adds_up():
     assert alone.memory["optimizer"] * 8 == pytest.approx(plan.memory["optimizer"])
     assert alone.memory["activations"] == plan.memory["activations"]
     assert not plan_training(dataclasses.replace(recipe, kernel="eager"), config).memory
+    # Of a row of 4,096 tokens: its logits of a step, the target's, and both as probabilities, in fp32. A batch of two
+    # such rows holds more for the gradient.
+    row = 4 * 4096 * 163840
+    activations = plan.memory["activations"] + plan.memory["recomputed at once"]
+    assert plan.memory["more at an evaluation"] + activations == pytest.approx(2 * row + 2 * row)
+    assert plan_training(recipe, config, processes=4).memory["more at an evaluation"] == 0
 
 
 def run(*words: object) -> str:
