@@ -62,7 +62,6 @@ def calibrate_target(
     Args:
         target: the target; for a hub id the whole model is downloaded.
         prompts: JSONL, see `read_prompts`.
-        out: the file to create.
         dtype: safetensors name of the dtype to compute in; None for the target's own.
         tokens, chat, trust_remote_code: see `read_sequences`.
         log: called when an interrupted run is resumed.
@@ -108,7 +107,6 @@ def read_sequences(
     """Return the token ids of each prompt, [T] each, and their description for the record.
 
     Args:
-        target: provides the tokenizer.
         prompts: JSONL, see `read_prompts`.
         tokens: the length to which each prompt is cut.
         chat: whether each prompt's first turn goes through the target's chat template; otherwise its turns are plain
@@ -146,10 +144,7 @@ def calibrate(
 
     Args:
         target: in any form that kconv reads.
-        config: its config.
         sequences: token ids, [T] each.
-        prompts: their description, for the record.
-        dtype: to compute in.
         resume: the state of an interrupted run of the same calibration; None to start at the first layer.
         keep: called after each layer with the state from which the next one starts.
         advance: called with the number of finished layers and the total.
@@ -182,8 +177,6 @@ class Layers:
 
     Args:
         target: in any form that kconv reads.
-        config: its config.
-        dtype: to compute in.
 
     Attributes:
         memory: a layer's memory use, as one sentence.
@@ -216,7 +209,6 @@ class Layers:
         Args:
             hidden: the input of the first layer, [1, T, hidden] for each text; replaced by each layer's output.
             watching: returns the observer of a layer's linear layers, by the layer's name.
-            first: the layer to start with.
         """
         for i, layer in list(enumerate(self._model.model.layers))[first:]:
             base = f"model.layers.{i}"
@@ -393,10 +385,6 @@ def keep(file: Path, between: CalibrationState) -> None:
 
 def find(file: Path, layers: int) -> CalibrationState | None:
     """Read what `keep` wrote; None if there is nothing.
-
-    Args:
-        file: the file that `keep` wrote.
-        layers: of the target.
 
     Raises:
         InputScalesInvalid: it cannot be read, or records more layers than there are.

@@ -167,7 +167,6 @@ def from_calibration(file: Path, target: Checkpoint, config: TargetConfig) -> In
     Args:
         file: a file that `kconv calibrate` wrote.
         target: the target to quantize, in any form.
-        config: its config.
 
     Raises:
         InputScalesInvalid: the file cannot be read, belongs to another target, or has an amax that this target cannot
@@ -192,12 +191,7 @@ def from_calibration(file: Path, target: Checkpoint, config: TargetConfig) -> In
 
 
 def check_amax(name: str, amax: float) -> None:
-    """Raise InputScalesInvalid unless an amax gives an input_scale that engines can calculate with.
-
-    Args:
-        name: the module's.
-        amax: the largest magnitude at its input.
-    """
+    """Raise InputScalesInvalid unless an amax gives an input_scale that engines can calculate with."""
     if not is_scale(float(scale_2(amax))):
         raise InputScalesInvalid(
             f"the amax of {name} is {amax:g}, which gives an input_scale outside float32's range",
@@ -211,8 +205,6 @@ def check_norms(amaxes: Mapping[str, float], target: Checkpoint, config: TargetC
 
     Args:
         amaxes: by module, in the text model.
-        target: the target that they belong to.
-        config: its config.
     """
     named = {f"{config.prefix}{name}": amax for name, amax in amaxes.items()}
     for beyond in beyond_norms(named, target.tensors):
@@ -244,9 +236,7 @@ class Beyond:
     """A module whose recorded input exceeds what the norm before it can output.
 
     Attributes:
-        module: its name.
         amax: its recorded largest input magnitude.
-        norm: the norm's name.
         bound: the largest magnitude that the norm can output.
     """
 

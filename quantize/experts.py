@@ -31,7 +31,6 @@ def layer_bytes(stored: Mapping[str, StoredWeight], config: TargetConfig, dtype:
 
     Args:
         stored: its weights, by their names on disk; headers suffice.
-        config: its config.
         dtype: of the weights in memory.
     """
     whole: dict[int, int] = {}
@@ -84,7 +83,6 @@ class ExpertsOneByOne(torch.nn.Module):
     Args:
         stored: the target's weights, by their names on disk.
         base: the experts' name on disk, e.g. "model.layers.3.mlp.experts".
-        dtype: to compute in.
         see: called with each input; the groups are `base` with ".gate_up_proj" and ".down_proj".
     """
 
@@ -112,7 +110,6 @@ def run_together(layer: Any, hidden: Sequence[Tensor], attend: Callable[[Tensor]
     """Run a layer over several texts; their tokens go through its MLP together.
 
     Args:
-        layer: transformers' decoder layer.
         hidden: its input for each text, `[1, T, hidden]`.
         attend: the output of its attention for a normed input.
     """

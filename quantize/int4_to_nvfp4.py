@@ -78,7 +78,6 @@ class Int4Packer:
     """Packs the INT4 weights that share one weight_scale_2.
 
     Args:
-        weight_scale_2: of the NVFP4 weights.
         loops: the implementation; None for the fastest available.
     """
 

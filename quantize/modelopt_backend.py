@@ -49,7 +49,6 @@ def plan_in_memory(
 
     Args:
         source: a text target, in any form that kconv reads.
-        config: its config.
         recipe: what to quantize. An FP8 KV cache is stated without scales, as in the streaming backend.
         prompts: the calibration text; None if activations stay unquantized.
 
@@ -77,9 +76,7 @@ def quantize_in_memory(
 
     Args:
         plan: from `plan_in_memory`; the target is loaded whole, in its own dtype.
-        out: the folder to create.
         batches: token ids for calibration, [batch, T] each.
-        say: called with progress messages.
 
     Raises:
         RecipeInvalid: ModelOpt has no module for the recipe.
@@ -144,7 +141,6 @@ def take_export(plan: QuantizePlan, folder: Path) -> None:
     """Check ModelOpt's export in a folder, and write everything except its weights again.
 
     Args:
-        plan: what was planned.
         folder: the export, which becomes the output.
 
     Raises:

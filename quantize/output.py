@@ -48,9 +48,6 @@ def write_beside(plan: QuantizePlan, folder: Path, weight_map: dict[str, str], s
     """Write the output's files, except the weights and the manifest.
 
     Args:
-        plan: the executed plan.
-        folder: the output.
-        weight_map: the file of each tensor.
         size: bytes of all tensors.
 
     Raises:
@@ -114,8 +111,6 @@ def write_manifest(
     """Write kconv.json.
 
     Args:
-        plan: the executed plan.
-        folder: the output.
         files: every file of it except this one.
         tensors: the step of each tensor, as JSON; read one at a time.
         made_by: the backend, and the versions of everything else that determined its bytes.

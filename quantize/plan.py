@@ -48,10 +48,7 @@ class QuantizePlan:
     """A planned quantization.
 
     Attributes:
-        source: the target.
-        config: its config.
         form: how its weights are stored, as in `target.source_formats`.
-        recipe: what to quantize.
         inputs: the origin of the input scales.
         units: the output's files, in order.
         linear: names on disk of every linear layer, quantized or not.
@@ -141,9 +138,6 @@ def plan_quantize(
     """Decide what becomes of each tensor.
 
     Args:
-        source: the target.
-        config: its config.
-        recipe: what to quantize.
         inputs: the origin of the input scales.
         shard: approximate bytes of an output file.
 
@@ -243,7 +237,6 @@ class Unit:
     """One file of the output, and its inputs.
 
     Attributes:
-        file: its name.
         groups: the modules that become NVFP4.
         dequantized: weights stored in a form that the output's config cannot combine with NVFP4; written dequantized.
         carried: tensors whose bytes stay unchanged.
@@ -370,7 +363,6 @@ def exclude_modules(linear: Iterable[str], quantized: Collection[str]) -> list[s
 
     Args:
         linear: names on disk of every linear module, quantized or not.
-        quantized: those that are quantized.
 
     Returns:
         Entries in order of layers, each of which covers only unquantized modules.

@@ -47,7 +47,6 @@ def plan_target(
 
     Args:
         target: the target; a hub id is downloaded, unless `headers_only`.
-        recipe: what to quantize.
         input_scale: for "stream": a file that kconv calibrate wrote; None for 1.0 throughout (data-free).
         backend: "stream", one tensor at a time from disk, or "modelopt", with the whole target in memory.
         prompts: for "modelopt": the calibration text; None if activations stay unquantized.
@@ -75,7 +74,6 @@ class World:
 
     Attributes:
         rank: 0 to size - 1; 0 finishes the output.
-        size: number of processes.
     """
 
     rank: int = 0
@@ -108,7 +106,6 @@ def quantize(
     """Execute a plan; resume an interrupted run of the same plan.
 
     Args:
-        plan: the plan.
         out: the folder to create; nothing may exist there.
         world: this process among those that share the work, all on the same file systems.
         jobs: processes that this one starts for its share.
@@ -210,7 +207,6 @@ def make_units(units: Sequence[Unit], place: Workplace, *, inputs: str, jobs: in
     """Make some files of the output, in this process or in several.
 
     Args:
-        units: the files to make.
         place: where to make them.
         inputs: the origin of the input scales, for the manifest.
         jobs: number of processes; 1 means this one.

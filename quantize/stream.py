@@ -111,7 +111,6 @@ def make_unit(unit: Unit, place: Workplace, *, inputs: str, advance: Advance = l
     """Make one file of the output, and record it.
 
     Args:
-        unit: the file to make.
         place: where to make it; it gets its name only when it is whole.
         inputs: the origin of the input scales, for the manifest.
         advance: called with the number of source bytes finished since the last call.
@@ -273,7 +272,6 @@ def steps(unit: Unit, made: Mapping[str, str], taken: Mapping[str, str], inputs:
     """Yield the record of each tensor of a file.
 
     Args:
-        unit: the planned file.
         made: the blake3 of each of its tensors.
         taken: the blake3 of each tensor that it is made from.
         inputs: the origin of the input scales.
