@@ -220,8 +220,12 @@ class EpochOrder(Sampler[int]):
 
 # Seconds that processes wait for the first one while it hashes, evaluates and writes.
 PATIENCE = 6 * 3600
-# Each decoder's layer class that FSDP2 shards as one unit.
-LAYERS = {"llama": "GqaLayer", "kimik2": "MlaLayer"}
+# The layer class that FSDP2 shards as one unit, by decoder and by whose its layer is.
+LAYERS = {
+    ("llama", "served"): "GqaLayer",
+    ("llama", "stock"): "LlamaDecoderLayer",
+    ("kimik2", "served"): "MlaLayer",
+}
 
 
 def make_arguments(recipe: EagleRecipe, work: Path, options: TrainOptions) -> TrainingArguments:
@@ -266,7 +270,7 @@ def make_arguments(recipe: EagleRecipe, work: Path, options: TrainOptions) -> Tr
             ddp_find_unused_parameters=False,
             ddp_timeout=PATIENCE,
             fsdp=options.shard or None,  # pyright: ignore[reportArgumentType]
-            fsdp_config=sharding | {"transformer_layer_cls_to_wrap": [LAYERS[recipe.decoder]]}
+            fsdp_config=sharding | {"transformer_layer_cls_to_wrap": [LAYERS[recipe.decoder, recipe.decoder_layer]]}
             if options.shard
             else None,
         )

@@ -55,8 +55,9 @@ def build_module(target: CausalLM, recipe: EagleRecipe) -> EagleModel:
     """
     check_fit(recipe, target.config.num_hidden_layers, target.config.vocab_size)
     settings = eagle_settings(recipe, target)
+    decoders = contextlib.nullcontext() if recipe.decoder_layer == "stock" else served_decoders()
     # ModelOpt prints three lines per head to stdout about the target's parts, which are not results.
-    with torch.random.fork_rng(devices=[]), served_decoders(), contextlib.redirect_stdout(io.StringIO()):
+    with torch.random.fork_rng(devices=[]), decoders, contextlib.redirect_stdout(io.StringIO()):
         torch.manual_seed(recipe.seed)
         try:
             model: EagleModel = mtsp.convert(target, [(EAGLE3.trainer, settings)])

@@ -28,6 +28,8 @@ class EagleRecipe:
 
     Attributes:
         attention: decides ModelOpt's decoder: `Mla` is its `kimik2`, `Gqa` (or MHA) its `llama`.
+        decoder_layer: "served" computes as engines do; "stock" is ModelOpt's own, which no engine computes, and only
+            for `Gqa`.
         intermediate: width of the dense SwiGLU MLP.
         captured: the captured layers, as 0-based outputs.
         rope: rotary embedding of the head.
@@ -61,6 +63,7 @@ class EagleRecipe:
     captured: tuple[int, ...]
     rope: Rope
     eps: float = 1e-5
+    decoder_layer: Literal["served", "stock"] = "served"
     draft_vocab: int | None = None
     ttt_steps: int = 3
     loss_decay: float = 0.9
@@ -191,6 +194,9 @@ def check_recipe(recipe: EagleRecipe, where: Where = lambda _: "") -> None:
         wrong.append(("captured", f"captured is {list(recipe.captured)}, not a list of ascending layers"))
     if recipe.pack and recipe.kernel != "sdpa":
         wrong.append(("pack", "pack is true, but it needs kernel sdpa, whose masks keep documents apart"))
+    if recipe.decoder_layer == "stock" and isinstance(recipe.attention, Mla):
+        reason = "ModelOpt downloads its own from the Hub, and transformers 5 cannot import it"
+        wrong.append(("decoder_layer", f"decoder_layer is stock, but the attention is MLA: {reason}"))
     if isinstance(recipe.attention, Gqa) and recipe.attention.bias:
         wrong.append(("attention", "attention.bias is true, but engines drop the bias of o_proj"))
     if wrong:

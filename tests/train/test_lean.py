@@ -32,6 +32,7 @@ KINDS = {
     "gqa": TEST_GQA,
     "reduced": dataclasses.replace(TEST_MLA, draft_vocab=96),
     "four steps": dataclasses.replace(TEST_GQA, ttt_steps=4),
+    "stock": dataclasses.replace(TEST_GQA, decoder_layer="stock"),
 }
 LENGTHS = (11, 24, 7, 9, 5)
 

@@ -65,6 +65,8 @@ def test_a_missing_key_is_refused(key):
         ("lk_loss", -1.0),
         ("lk_loss", float("nan")),
         ("lk_loss", 1.0),  # with kernel eager
+        ("decoder_layer", "modelopt"),
+        ("decoder_layer", "stock"),  # of an MLA head
     ],
 )
 def test_a_value_that_cannot_be_is_refused(key, value):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from ...checkpoint.bytes import read_floats
 from ...checkpoint.header import TensorInfo
 from ...checkpoint.manifest import MANIFEST
 from ...checkpoint.values import BEFORE_IT_BROKE
+from ...convert.provenance import read_provenance
 from ...convert.shared import OWN_EMBEDDING, SLOTS, find_displaced
 from ...drafters.contract import FLOATS
 from ...drafters.slots import needs
@@ -70,7 +72,7 @@ def measure_spread(blocks: Iterable[np.ndarray]) -> Spread | None:
 
 
 SAMPLED_ROWS, BLOCK_ROWS = 2048, 128
-# The record of kconv's own trainer, whose decoder norms the hidden state once; see train.decoder.
+# The record of kconv's own trainer, whose decoder, unless it is stock, norms the hidden state once; see train.decoder.
 TRAINED_BY_KCONV = "modelopt/training.json"
 
 
@@ -126,10 +128,20 @@ def rows_never_filled(subject: HeadSubject) -> Iterator[Found]:
         yield Found(info.name, f"{empty} of {info.shape[0]} rows are zero")
 
 
+def _is_stock(folder: Path) -> bool:
+    """Return whether kconv trained a head with ModelOpt's own decoder layer."""
+    try:
+        training = read_provenance(folder).training or {}
+    except KconvError:  # which checking the manifest reports
+        return False
+    return training.get("recipe", {}).get("decoder_layer") == "stock"
+
+
 def normed_twice(subject: HeadSubject) -> Iterator[Found]:
     folder = subject.checkpoint.folder
     of_kconv = (folder / TRAINED_BY_KCONV).exists() or (folder / MANIFEST).exists()
-    if subject.layout is None or subject.layout.name != "modelopt" or of_kconv:
+    of_modelopt = subject.layout is not None and subject.layout.name == "modelopt" and not of_kconv
+    if not of_modelopt and not _is_stock(folder):
         return
     name = subject.slots.get("0.input_layernorm", "")
     weight = _vector(subject, name)
@@ -262,8 +274,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "warning",
         "ModelOpt 0.47 norms the hidden state twice in training, engines once. It does so with input_layernorm, then "
         "with its own norm. Drafts differ as much as input_layernorm's weights vary.",
-        fix="Train with kconv, or with a ModelOpt that norms once. Measure the acceptance in an engine before you"
-        " release.",
+        fix="Train with kconv (decoder_layer: served), or with a ModelOpt that norms once. Measure the acceptance in an"
+        " engine before you release.",
         seen_in="https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/speculative/plugins/modeling_eagle.py#L76-L80",
         values=True,
         check=normed_twice,
