@@ -160,6 +160,7 @@ def convert(
     context: int = 512,
     heal: int | None = None,
     head_dim: Literal["auto", "192", "256"] = "auto",
+    latent: int = 512,
     min_retention: float = 0.97,
     device: Literal["cpu", "cuda"] = "cpu",
     trust_remote_code: bool = False,
@@ -196,6 +197,7 @@ def convert(
         context: Tokens per text of --prompts; as long as you serve.
         heal: Healing (fine-tuning) steps; 200 by default.
         head_dim: Head dim of MHA; vLLM's FlashInfer needs 256.
+        latent: Entries that MLA's latent may use; it is padded to the 512 of engines.
         min_retention: Smallest share of the acceptance length that may remain.
         device: Device for all but the target, which --prompts runs on the CPU.
         trust_remote_code: Run the tokenizer's own Python code; the target must be pinned.

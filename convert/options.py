@@ -24,6 +24,9 @@ class AttentionOptions(StrictModel):
         None, "Healing (fine-tuning) steps; 200 by default.", metavar="STEPS"
     )
     head_dim: HeadDim = option("auto", "Head dim of MHA; vLLM's FlashInfer needs 256.")
+    latent: Annotated[int, Field(ge=1, le=512)] = option(
+        512, "Entries that MLA's latent may use; it is padded to the 512 of engines.", metavar="N"
+    )
     min_retention: Share = option(
         0.97,
         "Smallest share of the acceptance length that may remain.",

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..measure.retention import Retention
 
 # Options that only an attention conversion reads.
-OF_ATTENTION = ("context", "heal", "head_dim", "min_retention", "device")
+OF_ATTENTION = ("context", "heal", "head_dim", "latent", "min_retention", "device")
 
 
 @dataclass(frozen=True, repr=False)
@@ -167,6 +167,8 @@ class Convert(Reading, AttentionOptions):
             self.refuse("context", "trust_remote_code", unless="with --prompts")
         if self.attention == "mla" and self.head_dim != "auto":
             raise ValueError("--head-dim applies only to --attention mha")
+        if self.attention == "mha" and self.given("latent"):
+            raise ValueError("--latent applies only to --attention mla")
         return self
 
     def run(self, context: Context) -> Converted:

@@ -119,6 +119,7 @@ def convert_attention(
         calibration,
         dtype=spec.dtype,
         head_dim=head_dim,
+        shape=Shape(options.latent),
         steps=HEAL_STEPS if options.heal is None else options.heal,
         min_retention=options.min_retention,
         say=say,
@@ -187,11 +188,12 @@ def fit_attention(
         slots: the slots to heal.
         min_retention: refuse a head that retains less of the sampled acceptance length on held-out text.
     """
-    outline(head.spec, kind, head_dim, shape or Shape())
+    shape = shape or Shape()
+    outline(head.spec, kind, head_dim, shape)
     _check_values(head)
     rows = check_calibration(calibration, head.spec)
     say(f"fitting on {rows:,} rows")
-    attention, details = _fit(head, kind, calibration, head_dim, shape or Shape())
+    attention, details = _fit(head, kind, calibration, head_dim, shape)
     converted = with_attention(head, attention)
     tried: int | None = steps
     trained = None
@@ -206,7 +208,7 @@ def fit_attention(
             trained = as_stored(train_alike(head, converted, calibration, steps, slots=slots, progress=progress), dtype)
         converted = healed
     if kind == "mla":
-        converted = with_attention(converted, pad_mla(attention_of(converted), shape or Shape()))
+        converted = with_attention(converted, pad_mla(attention_of(converted), shape))
     converted = as_stored(converted, dtype)
     say("measuring on held-out text")
     figures = compare(head, converted, calibration, trained=trained)
@@ -214,6 +216,8 @@ def fit_attention(
         figures, min_retention, "" if tried is None else f"Heal for more steps (--heal {max(200, 5 * tried)})."
     )
     method = f"{head.spec.kind.upper()} to {kind.upper()}, approximate: least squares on states"
+    if kind == "mla" and shape.latent < shape.kv_lora_rank:
+        method += f", a latent of {shape.latent} entries"
     method += f", {steps} steps of healing" if steps else ", no healing"
     return FittedAttention(converted, changed_slots(head, converted), method, rows, steps, figures, details)
 
@@ -273,7 +277,9 @@ def _fit(
         return attention, {"latent_norms": figures}
     attention, found = convert_to_mla(head, calibration, shape)
     gauges = {"q": found.query_gauge, "kv": found.kv_gauge}
+    assert isinstance(attention.dims, Mla)
     return attention, {
+        "latent": attention.dims.kv_lora_rank,
         "ladder": found.ladder,
         "ladder_errors": found.ladder_errors,
         "latent_length_variation": {name: gauge.variation for name, gauge in gauges.items()},

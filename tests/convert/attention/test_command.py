@@ -12,7 +12,7 @@ from support.heads import FITTING_GQA, FITTING_MLA, random_slots, write_head
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import read_manifest, verify
 from kconv.cli import main
-from kconv.convert.read import read_head
+from kconv.convert.read import read_head, read_slot
 from kconv.drafters.spec import Gqa, Mla
 from kconv.engines import by_name
 from kconv.errors import (
@@ -112,6 +112,16 @@ def test_healing_none_leaves_all_but_the_attention(heads, prompts, tiny_target, 
     assert read_manifest(tmp_path / "out").conversion is not None
 
 
+def test_a_smaller_latent_is_used_padded_and_recorded(heads, prompts, tiny_target, tmp_path):
+    asked = ("--target", tiny_target, "--prompts", prompts, "--context", 32, "--min-retention", 0, "--heal", 0)
+    run("to-vllm", heads / "gqa", tmp_path / "mla", "--attention", "mla", "--latent", 6, *asked)
+    head = read_head(open_checkpoint(tmp_path / "mla"))
+    rows = read_slot(head, "0.kv_a_proj_with_mqa")[: head.spec.attention.kv_lora_rank]
+    assert len(rows) == 512 and int(rows.abs().amax(1).count_nonzero()) == 6
+    record = read_manifest(tmp_path / "mla").conversion
+    assert record.details["latent"] == 6 and "a latent of 6 entries" in record.method
+
+
 def test_what_is_refused_leaves_nothing(heads, prompts, tiny_target, tmp_path):
     out = tmp_path / "out"
     asked = ("--target", tiny_target, "--prompts", prompts, "--context", 32, "--heal", 0)
@@ -147,7 +157,9 @@ def test_a_theta_that_the_config_lost_is_refused_before_the_target_is_run(prompt
     assert "rope_theta" in shown and "gathering" not in shown
 
 
-@pytest.mark.parametrize("option", [("--device", "cpu"), ("--min-retention", "0.5"), ("--context", 64), ("--heal", 0)])
+@pytest.mark.parametrize(
+    "option", [("--device", "cpu"), ("--min-retention", "0.5"), ("--context", 64), ("--latent", 8)]
+)
 def test_what_goes_with_another_attention_is_not_passed_over_without(heads, tmp_path, option):
     result = CliRunner().invoke(main, [str(a) for a in ("to-vllm", heads / "gqa", tmp_path / "out", *option)])
     assert result.exit_code == 2 and "only with --attention" in result.output
@@ -211,6 +223,9 @@ def test_all_that_comes_of_a_stored_prompt_is_of_one_part(tiny_target, tmp_path)
         ("--attention", "mla", "--target", "t", "--prompts", "p", "--states", "s"),
         ("--attention", "mla", "--target", "t", "--prompts", "p", "--drop-shared"),
         ("--attention", "mla", "--target", "t", "--prompts", "p", "--head-dim", "192"),
+        ("--attention", "mha", "--target", "t", "--prompts", "p", "--latent", "64"),
+        ("--attention", "mla", "--target", "t", "--prompts", "p", "--latent", "513"),
+        ("--attention", "mla", "--target", "t", "--prompts", "p", "--latent", "0"),
         ("--heal", "3"),
     ],
 )
