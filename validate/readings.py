@@ -532,6 +532,8 @@ def _structure(head: DraftHead, at: str) -> Iterator[Mistake]:
     weights, attention = head.weights, head.spec.attention
     gate, up = f"{at}gate_proj", f"{at}up_proj"
     yield _with(head, f"{_plain(gate)} and {_plain(up)} swapped", {gate: weights[up], up: weights[gate]})
+    yield from _halves(head, at)
+    yield from _groups(head, at)
     rows = _mla_rows if isinstance(attention, Mla) else _gqa_rows
     turned = rows(head, at)
     for way, how in (("halves", _to_halves), ("neighbors", _to_neighbors)):
@@ -547,6 +549,39 @@ def _structure(head: DraftHead, at: str) -> Iterator[Mistake]:
     yield _with(head, f"the columns of {_plain(o_proj)} by head and not by dim", {o_proj: mixed})
     if isinstance(attention, Mla):
         yield from _latent(head, attention, at)
+
+
+def _halves(head: DraftHead, at: str) -> Iterator[Mistake]:
+    """Yield the MLP's matrices with halves of their inner width in other places."""
+    weights, slots = head.weights, [f"{at}{name}" for name in ("gate_proj", "up_proj", "down_proj")]
+    gate, up, down = slots
+    if weights[gate].shape[0] % 2:
+        return
+    for slot in slots:
+        dim = 1 if slot == down else 0
+        yield _with(
+            head, f"the halves of {_plain(slot)} swapped", {slot: torch.cat(weights[slot].chunk(2, dim)[::-1], dim)}
+        )
+    # A fused matrix may hold gate and up by shard, or row by row; a split in the middle then mixes them.
+    fused = torch.cat([weights[gate], weights[up]])
+    shards = fused.unflatten(0, (2, 2, -1))
+    for way, parts in (("by halves", (shards[:, 0], shards[:, 1])), ("row by row", (fused[0::2], fused[1::2]))):
+        changed = dict(zip((gate, up), (part.reshape(weights[gate].shape) for part in parts), strict=True))
+        yield _with(head, f"{_plain(gate)} and {_plain(up)} fused {way}", changed)
+
+
+def _groups(head: DraftHead, at: str) -> Iterator[Mistake]:
+    """Yield the query heads, and o_proj's with them or not, in the order of each way to group them."""
+    weights, heads, o_proj = head.weights, head.spec.attention.heads, f"{at}o_proj"
+    slot = f"{at}{'q_b_proj' if isinstance(head.spec.attention, Mla) else 'q_proj'}"
+    query, output = weights[slot].unflatten(0, (heads, -1)), weights[o_proj].unflatten(1, (heads, -1))
+    for size in range(2, heads):
+        if heads % size == 0:
+            order = torch.arange(heads).unflatten(0, (size, -1)).T.flatten()
+            rows = {slot: query[order].flatten(0, 1)}
+            said = f"the heads of {_plain(slot)} in turn from {size} groups"
+            yield _with(head, said, rows)
+            yield _with(head, f"{said}, and those of {_plain(o_proj)}", rows | {o_proj: output[:, order].flatten(1)})
 
 
 def _latent(head: DraftHead, mla: Mla, at: str) -> Iterator[Mistake]:

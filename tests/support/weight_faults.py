@@ -227,3 +227,59 @@ FAULTS: dict[str, Fault] = {
     "no YaRN": lambda spec, slots: rope(scaling=None if spec.rope.scaling else KIMI)(spec, slots),
     "RoPE theta": lambda spec, slots: rope(theta=10000.0 if spec.rope.theta > 10000 else 50000.0)(spec, slots),
 }
+
+
+def halves(slot: str, dim: int = 0) -> Fault:
+    return weights(lambda _, s: {slot: torch.cat(s[slot].chunk(2, dim)[::-1], dim)})
+
+
+def split(how: Callable[[Tensor, Tensor], Tensor]) -> Fault:
+    """Split a fused gate and up in the middle, whatever its own order."""
+    return weights(
+        lambda _, s: dict(
+            zip(("0.gate_proj", "0.up_proj"), how(s["0.gate_proj"], s["0.up_proj"]).chunk(2), strict=True)
+        )
+    )
+
+
+def shards(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.cat([part for pair in zip(gate.chunk(2), up.chunk(2), strict=True) for part in pair])
+
+
+def in_turn(rows: Tensor, heads: int, dim: int = 0) -> Tensor:
+    """Take heads that stand in two groups as if one of each came in turn."""
+    return rows.unflatten(dim, (2, heads // 2, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
+
+
+def q_groups(spec: HeadSpec, s: Slots) -> Slots:
+    slot = "0.q_b_proj" if isinstance(spec.attention, Mla) else "0.q_proj"
+    return {slot: in_turn(s[slot], spec.attention.heads)}
+
+
+def rows_from(slot: str, first: int, how: Callable[[Tensor], Tensor]) -> Fault:
+    return weights(lambda _, s: {slot: torch.cat([s[slot][:first], how(s[slot][first:])])})
+
+
+# Of another audit: a block of rows or heads in another place.
+BLOCKS: dict[str, Fault] = {
+    "halves of gate": halves("0.gate_proj"),
+    "halves of up": halves("0.up_proj"),
+    "halves of down": halves("0.down_proj", 1),
+    "gate and up by shards": split(shards),
+    "gate and up row by row": split(lambda gate, up: torch.stack([gate, up], 1).flatten(0, 1)),
+    "heads of q in groups": weights(q_groups),
+    "heads of q and o in groups": weights(
+        lambda spec, s: q_groups(spec, s) | {"0.o_proj": in_turn(s["0.o_proj"], spec.attention.heads, 1)}
+    ),
+    "lm_head moved from row 201": rows_from("lm_head", 201, lambda rows: rows.roll(1, 0)),
+    "a block of lm_head reversed": weights(
+        lambda _, s: {"lm_head": torch.cat([s["lm_head"][:64], s["lm_head"][64:256].flip(0), s["lm_head"][256:]])}
+    ),
+    "embedding moved": weights(lambda _, s: {"embed_tokens": s["embed_tokens"].roll(1, 0)}),
+    "first two states swapped in fc": weights(
+        lambda spec, s: {"fc": s["fc"].unflatten(1, (len(spec.captured), -1))[:, [1, 0, 2]].flatten(1)}
+    ),
+    "input_layernorm less one": weights(lambda _, s: {"0.input_layernorm": s["0.input_layernorm"] - 1}),
+    "a state fed back after the norm": config(lambda spec: replace(spec, norms=replace(spec.norms, output=True))),
+    "a normed residual": config(lambda spec: replace(spec, norms=replace(spec.norms, before_residual=True))),
+}

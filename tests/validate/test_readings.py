@@ -235,3 +235,47 @@ def test_norms_without_values_of_their_own_are_held_against_their_strength():
         for name in norms:
             close = torch.allclose(mistake.head.weights[name].abs(), mistake.scaled.weights[name].abs(), atol=1e-4)
             assert close, (mistake.name, name)
+
+
+def by_halves(gate, up):
+    """What a split in the middle makes of a fused matrix of two shards, each with its own gate and up."""
+    fused = torch.cat([part for pair in zip(gate.chunk(2), up.chunk(2), strict=True) for part in pair])
+    return fused.chunk(2)
+
+
+def in_groups(rows, heads, groups, dim=0):
+    """Take heads that stand one of each group in turn as if they stood group by group."""
+    return rows.unflatten(dim, (-1, groups, rows.shape[dim] // heads)).transpose(dim, dim + 1).flatten(dim, dim + 2)
+
+
+QUERY = {"gqa": "0.q_proj", "mla": "0.q_b_proj"}
+MISPLACED = {
+    "halves of gate": lambda s, _: {"0.gate_proj": torch.cat(s["0.gate_proj"].chunk(2)[::-1])},
+    "halves of down": lambda s, _: {"0.down_proj": torch.cat(s["0.down_proj"].chunk(2, 1)[::-1], 1)},
+    "shards": lambda s, _: dict(
+        zip(("0.gate_proj", "0.up_proj"), by_halves(s["0.gate_proj"], s["0.up_proj"]), strict=True)
+    ),
+    "rows in turn": lambda s, _: dict(
+        zip(
+            ("0.gate_proj", "0.up_proj"),
+            torch.stack([s["0.gate_proj"], s["0.up_proj"]], 1).flatten(0, 1).chunk(2),
+            strict=True,
+        )
+    ),
+    "query heads": lambda s, spec: {QUERY[spec.kind]: in_groups(s[QUERY[spec.kind]], spec.attention.heads, 2)},
+    "query heads and o": lambda s, spec: {
+        QUERY[spec.kind]: in_groups(s[QUERY[spec.kind]], spec.attention.heads, 2),
+        "0.o_proj": in_groups(s["0.o_proj"], spec.attention.heads, 2, dim=1),
+    },
+}
+
+
+@pytest.mark.parametrize("spec", [GQA, MLA], ids=["gqa", "mla"])
+@pytest.mark.parametrize("name", MISPLACED)
+def test_a_block_in_another_place_is_put_back(spec, name):
+    slots = {slot: w.float() for slot, w in random_slots(spec).items() if w.is_floating_point()}
+    broken = DraftHead(spec, slots | MISPLACED[name](slots, spec))
+    wrong = [slot for slot, w in slots.items() if not torch.equal(w, broken.weights[slot])]
+    undone = [one for one in known_mistakes(broken, range(7)) if one.kind == "structure"]
+    right = [one.name for one in undone if all(torch.equal(one.head.weights[slot], slots[slot]) for slot in slots)]
+    assert wrong and right, wrong
