@@ -15,7 +15,7 @@ import torch
 
 from ..checkpoint.folder import open_checkpoint
 from ..convert.read import Head
-from ..errors import PromptsInvalid
+from ..errors import PromptsInvalid, TargetInvalid
 from ..measure.drafting import Proposer, head_drafter, measure
 from ..measure.figures import TextKind
 from ..measure.held_out import refuse_overlap
@@ -69,6 +69,13 @@ def measure_head(
     kind, averaging = KINDS[options.temperature]
     say("loading the target")
     tokenizer = load_tokenizer(target, trust_remote_code=options.trust_remote_code)
+    if not tokenizer.inner.chat_template:
+        raise TargetInvalid(
+            "a suite's prompts are turns of a dialogue, but the target's tokenizer has no chat template",
+            where=target,
+            fix="Add the publisher's chat_template.jinja to the target's folder. If there is none, measure on plain"
+            " text: kconv validate HEAD --target TARGET --prompts FILE.",
+        )
     model = load_target(target, torch.float32)
     drafting = load_head(head, open_checkpoint(target), read_target_config(target))
     drafters = {steps: head_drafter(drafting, steps) for steps in lengths}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,7 @@ from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.read import Head, read_head
 from kconv.drafters.chain import draft_tokens, greedy_acceptance, pool
 from kconv.engines import by_name
-from kconv.errors import PromptsInvalid
+from kconv.errors import PromptsInvalid, TargetInvalid
 from kconv.targets.config import read_target_config
 from kconv.targets.forward import generate_greedy, run_target
 from kconv.targets.model import load_target
@@ -102,6 +104,18 @@ def test_several_k_give_what_each_gives_by_itself(head, tiny_target):
 def test_other_temperatures_are_not_simulated(head, tiny_target):
     with pytest.raises(PromptsInvalid, match=r"0\.6"):
         measure_head(head, tiny_target, SUITE, (STEPS,), MeasureOptions(max_tokens=LIMIT, temperature=0.6))
+
+
+def test_a_target_without_a_chat_template_is_refused_with_what_measures_it(head, tiny_target, tmp_path):
+    bare = shutil.copytree(tiny_target, tmp_path / "target")
+    (bare / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((bare / "tokenizer_config.json").read_text())
+    (bare / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "chat_template"}))
+    said: list[str] = []
+    with pytest.raises(TargetInvalid, match="no chat template") as fault:
+        measure_head(head, bare, SUITE, (STEPS,), MeasureOptions(max_tokens=LIMIT), say=said.append)
+    assert "kconv validate" in fault.value.fix
+    assert said == ["loading the target"]
 
 
 def test_answers_too_short_to_draft_in_are_named(head, tiny_target):
