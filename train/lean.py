@@ -332,9 +332,9 @@ class _JointLoss(torch.autograd.Function):
             The loss, and whether both tops are equal [K, N].
         """
         dtype = _compute(own.device) or own.dtype
-        matrix, trained = own.to(dtype), ctx.needs_input_grad[5]
-        grads = [torch.zeros_like(head) for head in heads] if any(ctx.needs_input_grad) else []
-        own_grad = torch.zeros_like(own) if trained else None
+        matrix = own.to(dtype)
+        grads = [torch.zeros_like(head) for head in heads if head.requires_grad]
+        own_grad = torch.zeros_like(own) if own.requires_grad else None
         total, equal = weights.new_zeros(()), torch.zeros_like(weights)
         size = max(FEWEST_TOKENS, LOGIT_BYTES // (4 * len(own)))
         for begin in range(0, len(target), size):
