@@ -81,6 +81,12 @@ def test_every_command_has_json():
     assert without == []
 
 
+def test_each_command_but_run_demo_and_completion_is_a_function():
+    made = {COMMANDS[name] for name in OPERATIONS} | {f"to-{layout}" for layout in writable()}
+    assert set(main.list_commands(click.Context(main))) - made == {"run", "demo", "completion"}
+    assert all(callable(getattr(kconv, name)) for name in OPERATIONS)
+
+
 @pytest.mark.parametrize("layout", writable())
 def test_the_same_conversion_gives_the_same_bytes_in_each_way(layout, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
