@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, cast
 from ..checkpoint.formats import CONFIG_KEY
 from ..checkpoint.manifest import FactValue, Hints
 from ..checkpoint.schema import Json
-from ..errors import ConfigInvalid, ConfigUnsupported, LayoutCannot, Problem, in_config
+from ..errors import ConfigInvalid, LayoutCannot, Problem, in_config
 from .base import Config, Drafter, Kind, Names, Spec
 from .captured import EAGLE, UNDECIDED, Captured, default_formula, read_captured, readings
 from .contract import Problems
 from .facts import BASES, TARGETS_DEPTH, Candidate, Fact, Target, stored_layers
-from .keys import ABSENT, MAX_LAYERS, NESTED, TOP, Key, find, none, off
+from .keys import MAX_LAYERS, NESTED, TOP, Key, architectures, check_fixed, check_full_attention, find, none, off
 from .rope_keys import DEFAULT_THETA, states_theta
 from .slots import INTEGER, Slot
 from .spec import Gqa, HeadSpec, Mla, Norms, Tokens
@@ -193,8 +193,6 @@ ELSEWHERE = frozenset(
 )
 
 # Keys of `FIXED` with a rule of their own; K013 covers the others.
-# What to do about a sliding window.
-FULL_ATTENTION = "If the head was trained with full attention, set use_sliding_window to false."
 TIED = "tie_word_embeddings"
 OF_FIXED = {TIED: "K170", CONFIG_KEY: "K198"}
 # What to do about a value of `FIXED` that is more than a key without effect.
@@ -216,39 +214,12 @@ def _check_unsupported(config: Config, tensors: Names, problems: Problems) -> No
     codes = OF_FIXED | ({"rope_interleave": "K168"} if config.get("kv_lora_rank") else {})
     codes |= {f"{EAGLE}.use_aux_hidden_state": "K151"} if "fc.weight" in tensors else {}
     for name, allowed in FIXED.items():
-        value = find(config, name)
-        if value is not ABSENT and value not in allowed:
-            if name == TIED and value is True and _is_untied(config, tensors):
-                what = f"{TIED} is true, but lm_head has its own rows, so it is not tied; engines may believe the key"
-                problems.append(Problem(OF_FIXED[TIED], "warning", in_config(TIED), what, "Convert the head."))
-                continue
-            only = "without the key" if allowed[0] is None else f"with {allowed[0]!r}"
-            problems.add(
-                ConfigUnsupported,
-                f"{name} is {value!r}; kconv supports only heads {only}",
-                in_config(name),
-                FIXES.get(name)
-                or "If the key has no effect on this head, remove it; otherwise kconv cannot support this head.",
-                codes.get(name, "K013"),
-            )
-    kinds: Json = config.get("layer_types")
-    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
-        problems.add(
-            ConfigUnsupported,
-            f"layer_types is {kinds!r}; kconv supports only full attention",
-            in_config("layer_types"),
-            "Serve this head with the engine that it was made for.",
-            "K014",
-        )
-    window = config.get("sliding_window")
-    if window is not None and config.get("use_sliding_window") is not False and not kinds:
-        problems.add(
-            ConfigUnsupported,
-            f"sliding_window is {window!r}; kconv supports only full attention",
-            in_config("sliding_window"),
-            FULL_ATTENTION,
-            "K014",
-        )
+        if name == TIED and config.get(TIED) is True and _is_untied(config, tensors):
+            what = f"{TIED} is true, but lm_head has its own rows, so it is not tied; engines may believe the key"
+            problems.append(Problem(OF_FIXED[TIED], "warning", in_config(TIED), what, "Convert the head."))
+            continue
+        check_fixed(name, allowed, config, problems, fix=FIXES.get(name, ""), code=codes.get(name, "K013"))
+    check_full_attention(config, problems)
 
 
 def _check_count(
@@ -301,11 +272,6 @@ def _states(tensors: Names, values: Config) -> int | None:
 # What is one, and what is a relative
 
 
-def _architectures(config: Config) -> str:
-    names: Json = config.get("architectures")
-    return " ".join(map(str, names)) if isinstance(names, list) else str(names)
-
-
 def _has(names: Names, *ends: str) -> bool:
     return any(name.endswith(ends) for name in names)
 
@@ -331,7 +297,7 @@ def _is_eagle1(config: Config, names: Names) -> bool:
 
 
 def _drafts_blocks(config: Config, word: str) -> bool:
-    said = f"{_architectures(config)} {config.get('speculators_model_type')}".lower()
+    said = f"{architectures(config)} {config.get('speculators_model_type')}".lower()
     projector: Json = config.get("dflash_config")
     kind = projector.get("projector_type") if isinstance(projector, Mapping) else ""
     return word in said or kind == word
@@ -343,7 +309,7 @@ RELATIVES = (
         "Medusa",
         "a Medusa draft (heads on the last hidden state), not an Eagle3 head",
         OTHER_METHOD,
-        lambda config, _: "medusa_num_heads" in config or "medusa" in _architectures(config).lower(),
+        lambda config, _: "medusa_num_heads" in config or "medusa" in architectures(config).lower(),
     ),
     Kind(
         "DSpark",

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 from ..checkpoint.schema import Json
-from ..errors import ConfigInvalid, in_config
+from ..errors import ConfigInvalid, ConfigUnsupported, in_config
+from .contract import Problems
 from .spec import Gqa, Mla
 
 Values = Mapping[str, Any]
@@ -29,7 +30,7 @@ class Key:
         names: dotted paths in config.json. Reading takes those that exist and refuses a contradiction; writing fills
             each of them, since engines look in different places.
         kind: "count" (positive int), "depth" (a count of layers), "vocabulary" (a count of tokens), "fraction" (a
-            small number above 0), "flag" or "token" (id, list of ids or null).
+            small number above 0), "flag", "token" (id, list of ids or null), "whole" (0 or more) or "word".
         default: computes the field's value from what was read before it, if the config lacks the key; None if a missing
             key is an error.
         also: dotted paths that are read too, but never written.
@@ -161,6 +162,8 @@ KINDS: Mapping[str, tuple[Callable[[Json], bool], str]] = {
         f"a number between {MIN_EPS:g} and {MAX_EPS}",
     ),
     "flag": (lambda v: isinstance(v, bool), "true or false"),
+    "whole": (lambda v: _is_int(v) and 0 <= v < 2**31, "a whole number from 0"),
+    "word": (lambda v: isinstance(v, str), "a word"),
     # Some configs use -1 for none.
     "token": (
         lambda v: all(_is_int(i) and -1 <= i < 2**31 for i in (v if isinstance(v, list) else [v])),
@@ -177,3 +180,68 @@ def find(config: Mapping[str, Any], path: str) -> Any:
             return ABSENT
         place = place[part]
     return place
+
+
+def architectures(config: Mapping[str, Any]) -> str:
+    """Return the class names that a config states, as one text."""
+    names: Json = config.get("architectures")
+    return " ".join(map(str, names)) if isinstance(names, list) else str(names)
+
+
+# What to do about a sliding window.
+FULL_ATTENTION = "If the head was trained with full attention, set use_sliding_window to false."
+
+
+def check_fixed(
+    name: str,
+    allowed: tuple[Any, ...],
+    config: Mapping[str, Any],
+    problems: Problems,
+    *,
+    what: str = "heads",
+    fix: str = "",
+    code: str = "K013",
+) -> None:
+    """Find a key that asks for another value than the only ones that kconv supports; see `Drafter.fixed`.
+
+    Args:
+        name: its dotted path.
+        allowed: those values.
+        config: the config.
+        problems: the list to which the problem is added.
+        what: the family's drafters, for the message.
+        fix: what to do about it; "" for what is said of any key.
+        code: the rule about it.
+    """
+    value = find(config, name)
+    if value is not ABSENT and value not in allowed:
+        only = "without the key" if allowed[0] is None else f"with {allowed[0]!r}"
+        problems.add(
+            ConfigUnsupported,
+            f"{name} is {value!r}; kconv supports only {what} {only}",
+            in_config(name),
+            fix or "If the key has no effect on this head, remove it; otherwise kconv cannot support this head.",
+            code,
+        )
+
+
+def check_full_attention(config: Mapping[str, Any], problems: Problems) -> None:
+    """Find a layer whose attention has a sliding window."""
+    kinds: Json = config.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
+        problems.add(
+            ConfigUnsupported,
+            f"layer_types is {kinds!r}; kconv supports only full attention",
+            in_config("layer_types"),
+            "Serve this head with the engine that it was made for.",
+            "K014",
+        )
+    window = config.get("sliding_window")
+    if window is not None and config.get("use_sliding_window") is not False and not kinds:
+        problems.add(
+            ConfigUnsupported,
+            f"sliding_window is {window!r}; kconv supports only full attention",
+            in_config("sliding_window"),
+            FULL_ATTENTION,
+            "K014",
+        )

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from ...convert.config import FROM_TRAINING
 from ...convert.read import ONE_NAME
-from ...drafters.eagle3 import FULL_ATTENTION, KEYS
-from ...drafters.keys import Key
+from ...drafters.eagle3 import KEYS
+from ...drafters.keys import FULL_ATTENTION, Key
 from ...drafters.spec import Mla
 from ...engines.checks import is_speculators
 from ...engines.registry import engines
