@@ -57,13 +57,15 @@ def inspect(
     layers: int | None = None,
     max_positions: int | None = None,
     norm_before_residual: bool | None = None,
+    mask_token: int | None = None,
+    sample_from_anchor: bool | None = None,
     target: _Path | None = None,
     target_layers: int | None = None,
 ) -> Inspected:
     """Show what HEAD is: its layout, attention, dims, RoPE, captured layers, tensors and parameters.
 
     Reads only the config and the headers; from a Hub id it downloads nothing else. UNDECIDED marks what the files
-    leave open, with the candidates and what would decide it. A checkpoint that is not an Eagle3 head is named. The exit
+    leave open, with the candidates and what would decide it. A checkpoint that is no drafter is named. The exit
     code is 0 for every checkpoint that can be parsed.
 
     Args:
@@ -75,6 +77,8 @@ def inspect(
         layers: Decoder layers of the head, if the config states the target's.
         max_positions: Longest context that you will serve.
         norm_before_residual: norm_before_residual, if the config omits it.
+        mask_token: mask_token_id of a DFlash drafter, if the config omits it.
+        sample_from_anchor: sample_from_anchor of a DFlash drafter, if nothing says it.
         target: The target; its depth decides the default captured layers.
         target_layers: The target's depth, instead of --target.
     """
@@ -103,6 +107,8 @@ def vocab(
     layers: int | None = None,
     max_positions: int | None = None,
     norm_before_residual: bool | None = None,
+    mask_token: int | None = None,
+    sample_from_anchor: bool | None = None,
     target: _Path | None = None,
     target_layers: int | None = None,
     text: _Path | None = None,
@@ -128,6 +134,8 @@ def vocab(
         layers: Decoder layers of the head, if the config states the target's.
         max_positions: Longest context that you will serve.
         norm_before_residual: norm_before_residual, if the config omits it.
+        mask_token: mask_token_id of a DFlash drafter, if the config omits it.
+        sample_from_anchor: sample_from_anchor of a DFlash drafter, if nothing says it.
         target: The target; its depth decides the default captured layers.
         target_layers: The target's depth, instead of --target.
         text: Text or prompts (JSONL), for the coverage and --prune.
@@ -149,6 +157,8 @@ def convert(
     layers: int | None = None,
     max_positions: int | None = None,
     norm_before_residual: bool | None = None,
+    mask_token: int | None = None,
+    sample_from_anchor: bool | None = None,
     target: _Path | None = None,
     target_layers: int | None = None,
     to: str,
@@ -186,6 +196,8 @@ def convert(
         layers: Decoder layers of the head, if the config states the target's.
         max_positions: Longest context that you will serve.
         norm_before_residual: norm_before_residual, if the config omits it.
+        mask_token: mask_token_id of a DFlash drafter, if the config omits it.
+        sample_from_anchor: sample_from_anchor of a DFlash drafter, if nothing says it.
         target: The target; its depth decides the default captured layers.
         target_layers: The target's depth, instead of --target.
         to: The layout to write.
@@ -224,6 +236,8 @@ def validate(
     layers: int | None = None,
     max_positions: int | None = None,
     norm_before_residual: bool | None = None,
+    mask_token: int | None = None,
+    sample_from_anchor: bool | None = None,
     target: _Path | None = None,
     target_layers: int | None = None,
     for_: Sequence[str] | str = (),
@@ -261,6 +275,8 @@ def validate(
         layers: Decoder layers of the head, if the config states the target's.
         max_positions: Longest context that you will serve.
         norm_before_residual: norm_before_residual, if the config omits it.
+        mask_token: mask_token_id of a DFlash drafter, if the config omits it.
+        sample_from_anchor: sample_from_anchor of a DFlash drafter, if nothing says it.
         target: The target; its depth decides the default captured layers.
         target_layers: The target's depth, instead of --target.
         for_: Engine that will serve it, or all; by default its layout's; repeatable.
@@ -292,6 +308,8 @@ def bench(
     layers: int | None = None,
     max_positions: int | None = None,
     norm_before_residual: bool | None = None,
+    mask_token: int | None = None,
+    sample_from_anchor: bool | None = None,
     target: _Path | None = None,
     target_layers: int | None = None,
     url: str | None = None,
@@ -334,6 +352,8 @@ def bench(
         layers: Decoder layers of the head, if the config states the target's.
         max_positions: Longest context that you will serve.
         norm_before_residual: norm_before_residual, if the config omits it.
+        mask_token: mask_token_id of a DFlash drafter, if the config omits it.
+        sample_from_anchor: sample_from_anchor of a DFlash drafter, if nothing says it.
         target: The target; its depth decides the default captured layers.
         target_layers: The target's depth, instead of --target.
         url: A running vLLM, SGLang or TensorRT-LLM that speculates.
@@ -682,6 +702,8 @@ def quantize_head(
     layers: int | None = None,
     max_positions: int | None = None,
     norm_before_residual: bool | None = None,
+    mask_token: int | None = None,
+    sample_from_anchor: bool | None = None,
     target: _Path | None = None,
     target_layers: int | None = None,
     format: Literal["fp8", "nvfp4"],
@@ -707,6 +729,8 @@ def quantize_head(
         layers: Decoder layers of the head, if the config states the target's.
         max_positions: Longest context that you will serve.
         norm_before_residual: norm_before_residual, if the config omits it.
+        mask_token: mask_token_id of a DFlash drafter, if the config omits it.
+        sample_from_anchor: sample_from_anchor of a DFlash drafter, if nothing says it.
         target: The target; its depth decides the default captured layers.
         target_layers: The target's depth, instead of --target.
         format: Number format of the linear layers.

@@ -36,7 +36,7 @@ DRAFTS = {
 }
 Action = Literal[
     "copied", "renamed", "repacked", "cast", "added", "rebuilt", "expanded", "pruned", "quantized", "dequantized",
-    "converted",
+    "converted", "zeros",
 ]  # fmt: skip
 
 
@@ -85,6 +85,8 @@ class Hints(StrictModel):
         norm_before_residual: whether the residual of layer 0 is `hidden_norm(h)`.
         rope_theta: RoPE's base, if the config states none.
         layers: number of the head's own decoder layers, if num_hidden_layers is the target's.
+        mask_token: the token in the slots of a block drafter.
+        sample_from_anchor: whether a block drafter's first slot predicts a token.
     """
 
     captured: tuple[int, ...] | None = None
@@ -94,6 +96,8 @@ class Hints(StrictModel):
     norm_before_residual: bool | None = None
     rope_theta: float | None = None
     layers: int | None = None
+    mask_token: int | None = None
+    sample_from_anchor: bool | None = None
 
 
 # The value of a fact that a head's files may leave open.
@@ -180,7 +184,8 @@ class Manifest(StrictModel):
 
     Attributes:
         kconv: the version that wrote it.
-        exact: whether every weight is byte-identical to the source, or to the target if it was added from there.
+        exact: whether every weight is byte-identical to the source, or to the target if it was added from there, or is
+            a zero without effect.
         source: the source, as the user named it.
         source_config: sha256 of its config.json.
         source_pickles: the source's files that were pickles.
@@ -333,7 +338,7 @@ def _check_files(manifest: Manifest, folder: Path, look: Look) -> None:
 
 
 # Actions that keep a tensor's bytes, and those that keep its values.
-COPIES, EXACT = ("copied", "renamed"), ("copied", "renamed", "repacked", "added", "rebuilt")
+COPIES, EXACT = ("copied", "renamed"), ("copied", "renamed", "repacked", "added", "rebuilt", "zeros")
 # Vocabulary maps are not weights: those of an exact head may be computed.
 MAPS = ("BOOL", "I64", "I32")
 

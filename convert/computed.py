@@ -46,6 +46,20 @@ def from_target(info: TensorInfo, reason: str) -> Computed:
     return Computed(info.dtype, info.shape, reason, blocks)
 
 
+def zeros(dtype: str, shape: tuple[int, ...]) -> Computed:
+    """Return a matrix of zeros."""
+
+    def blocks() -> Iterator[Tensor]:
+        import torch
+
+        from ..checkpoint.tensors import ROWS, TORCH
+
+        rows, *rest = shape
+        return (torch.zeros(min(ROWS, rows - begin), *rest, dtype=TORCH[dtype]) for begin in range(0, rows, ROWS))
+
+    return Computed(dtype, shape, "engines need it; with zeros the drafter drafts the same", blocks)
+
+
 def chosen_rows(matrix: TensorInfo, ids: Tensor, reason: str) -> Computed:
     """Return the rows `ids` of a stored matrix, in this order."""
 

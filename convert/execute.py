@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..checkpoint.bytes import Entry, Written, digest, file_digest, stream, write_safetensors
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.manifest import (
+    EXACT,
     MANIFEST,
     ConversionRecord,
     DroppedRecord,
@@ -114,10 +115,12 @@ def _pack(plan: Plan, step: Step) -> Iterator[Tensor]:
 
 def _filled(plan: Plan) -> Callable[[str, Values], None]:
     sources = {step.name: [source.info for source in step.sources] for step in plan.steps}
+    known = needs(plan.spec)
+    zeros = {step.name for step in plan.steps if all(s in known and known[s].slot.may_be_zero for s in step.row.slots)}
 
     def check(name: str, values: Values) -> None:
         # A bias may be all zeros; an all-zero matrix or norm was never filled.
-        never_filled = values.zero and not name.endswith(".bias")
+        never_filled = values.zero and not name.endswith(".bias") and name not in zeros
         if not values.not_finite and not never_filled:
             return
         stored = " + ".join(info.name for info in sources[name]) or name
@@ -155,7 +158,7 @@ def _is_exact(plan: Plan) -> bool:
     """Return whether every weight is byte-identical to the source, or to the target if it was added from there."""
     integers = {name for name, need in needs(plan.spec).items() if need.slot.dtype}
     return all(
-        step.computed is None or step.action == "added" or integers.issuperset(step.row.slots) for step in plan.steps
+        step.computed is None or step.action in EXACT or integers.issuperset(step.row.slots) for step in plan.steps
     )
 
 

@@ -22,7 +22,7 @@ from ..engines.layout import Layout, Stored, stored
 from ..engines.moves import Same
 from ..engines.registry import writable
 from ..errors import LayoutCannot
-from .computed import Computed, from_target, rounded
+from .computed import Computed, from_target, rounded, zeros
 from .config import carry, refuse_unstated
 from .quantized import add_scales, names_beside, refuse_renaming
 from .read import Head, read_slot, rows_of
@@ -151,6 +151,10 @@ def plan(head: Head, layout: Layout, options: WriteOptions | None = None, change
     refuse_unstated(head.read)
     options, change = options or WriteOptions(), change or Change(head.spec)
     spec = replace(change.spec, dtype=options.dtype) if options.dtype else change.spec
+    given, spec = spec, layout.becomes(spec)
+    more = {slot: need for slot, need in needs(spec).items() if slot not in needs(given)}
+    filled = {slot: Replaced(zeros(spec.dtype, need.shape), "zeros") for slot, need in more.items()}
+    change = replace(change, replaced={**change.replaced, **filled})
     write_config = check_layout(spec, layout, {**head.places, **change.replaced})
     refuse_target(head, layout, options.target)
     omitted = omitted_slots(head, layout, options.target) if options.drop_shared else {}

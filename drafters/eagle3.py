@@ -296,13 +296,6 @@ def _is_eagle1(config: Config, names: Names) -> bool:
     return two_wide and not any(map(_IN_LAYER.search, names)) and bool(stored_layers(names))
 
 
-def _drafts_blocks(config: Config, word: str) -> bool:
-    said = f"{architectures(config)} {config.get('speculators_model_type')}".lower()
-    projector: Json = config.get("dflash_config")
-    kind = projector.get("projector_type") if isinstance(projector, Mapping) else ""
-    return word in said or kind == word
-
-
 OTHER_METHOD = "Serve it with its own method (`method` in vLLM's --speculative-config); it does not need kconv."
 RELATIVES = (
     Kind(
@@ -310,18 +303,6 @@ RELATIVES = (
         "a Medusa draft (heads on the last hidden state), not an Eagle3 head",
         OTHER_METHOD,
         lambda config, _: "medusa_num_heads" in config or "medusa" in architectures(config).lower(),
-    ),
-    Kind(
-        "DSpark",
-        "a DSpark draft (a block drafter), not an Eagle3 head",
-        OTHER_METHOD,
-        lambda config, _: _drafts_blocks(config, "dspark"),
-    ),
-    Kind(
-        "DFlash",
-        "a DFlash draft (a block drafter), not an Eagle3 head",
-        OTHER_METHOD,
-        lambda config, _: _drafts_blocks(config, "dflash"),
     ),
     Kind(
         "MTP",

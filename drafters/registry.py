@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING
 
 from ..errors import PluginInvalid
 from ..installed import load_plugins
+from .dflash import DFLASH
 from .eagle3 import EAGLE3
 
 if TYPE_CHECKING:
     from .base import Config, Drafter, Names
 
 GROUP = "kconv.drafters"
-OWN = (EAGLE3,)
+# The marks of later ones fit earlier ones too.
+OWN = (DFLASH, EAGLE3)
 
 
 @functools.cache

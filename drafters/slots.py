@@ -35,6 +35,7 @@ class Slot:
         absent_when: whether a head of this spec may omit the tensor.
         layers: which layers have it: "all", "first" or "later"; empty for slots outside the layers.
         dtype: safetensors dtypes it may have; empty if it has the head's weight dtype.
+        may_be_zero: whether it may be all zeros; of any other matrix or norm this shows that it was never filled.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Slot:
     absent_when: Callable[[Any], bool] = _never
     layers: str = ""
     dtype: tuple[str, ...] = ()
+    may_be_zero: bool = False
 
 
 INTEGER = ("I64", "I32")

@@ -123,6 +123,10 @@ class TargetLimit:
     rule: str = ""
 
 
+def _same(spec: Any) -> Any:
+    return spec
+
+
 IGNORED = {"*.rotary_emb.inv_freq": "engines compute RoPE's frequencies from the config"}
 
 
@@ -138,6 +142,9 @@ class Layout:
         told_by: whether a config and tensor names show that this is the layout.
         write_config: spec to config.json; None if the layout is only read.
         write_beside: the same for a known target; None if the target makes no difference.
+        called: the layout of another family under whose name a user asks for it; "" for its own name.
+        becomes: returns the spec to write for a drafter that the layout holds only in another form, one that drafts the
+            same if each slot that the form has besides is zero.
         limits: what it does not support.
         target_limits: what it cannot express for some targets.
         needs: slots that its engine requires even if other engines share the target's, with the reason.
@@ -154,6 +161,8 @@ class Layout:
     told_by: Callable[[Mapping[str, Any], Iterable[str]], bool]
     write_config: Callable[[Any], dict[str, Any]] | None = None
     write_beside: Callable[[Any, TargetFacts], dict[str, Any]] | None = None
+    called: str = ""
+    becomes: Callable[[Any], Any] = _same
     limits: tuple[Limit, ...] = ()
     target_limits: tuple[TargetLimit, ...] = ()
     needs: Mapping[str, str] = field(default_factory=dict[str, str])

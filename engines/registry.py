@@ -48,6 +48,7 @@ class Own(NamedTuple):
         constant: its name in that module.
         engines: the engines that load it.
         written: whether kconv writes it.
+        called: the layout's.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Own(NamedTuple):
     constant: str
     engines: tuple[str, ...] = ()
     written: bool = False
+    called: str = ""
 
 
 # kconv's own engines, each the ENGINE of the module with its name, and their titles.
@@ -74,6 +76,22 @@ OWN_LAYOUTS = {
         Own("torchspec", "trainers", "TORCHSPEC"),
         Own("trtllm", "trtllm", "TRTLLM", ("trtllm",), written=True),
         Own("modelopt", "trainers", "MODELOPT", ("trtllm",)),
+        Own("dflash-speculators", "dflash", "DFLASH_SPECULATORS", ("vllm",), written=True, called="speculators"),
+        Own("dspark-modelopt", "dflash", "DSPARK_MODELOPT"),
+        Own("dflash-torchspec", "dflash", "DFLASH_TORCHSPEC"),
+        Own("dspark-deepspec", "dflash", "DSPARK_DEEPSPEC"),
+        Own(
+            "dflash-portable",
+            "dflash",
+            "DFLASH_PORTABLE",
+            ("trtllm", "vllm", "sglang"),
+            written=True,
+            called="portable",
+        ),
+        Own("dflash-vllm", "dflash", "DFLASH_VLLM", ("vllm",), written=True, called="vllm"),
+        Own("dflash-sglang", "dflash", "DFLASH_SGLANG", ("sglang",), written=True, called="sglang"),
+        Own("dflash-trtllm", "dflash", "DFLASH_TRTLLM", ("trtllm",), written=True, called="trtllm"),
+        Own("dflash", "dflash", "DFLASH_PLAIN"),
     )
 }
 # Ids of this form are reserved for kconv.
@@ -150,9 +168,10 @@ def detect(config: Mapping[str, Any], names: Names) -> Layout:
     from ..drafters.registry import drafters
 
     marked = [one for one in drafters() if one.marks(config, names)]
-    for layout in layouts():
-        if layout.drafter in marked and layout.told_by(config, names):
-            return layout
+    for one in marked:
+        for layout in layouts():
+            if layout.drafter is one and layout.told_by(config, names):
+                return layout
     titles = " or ".join(one.a_title for one in marked or drafters())
     what = f"this may be {titles}, but its config and tensor names do not identify a layout"
     held = [one for one in marked if any(sign in names for sign in one.signs)]
@@ -195,7 +214,8 @@ def written_by(name: str) -> tuple[Layout, ...]:
     Raises:
         UnknownLayout: no layout and no engine of that name.
     """
-    return next((own_layouts(one) for one in engines() if one.name == name), None) or (by_name(name),)
+    own = next((own_layouts(one) for one in engines() if one.name == name), None)
+    return own or (by_name(name), *(x for x in layouts() if x.called == name))
 
 
 def own_layouts(engine: Engine) -> tuple[Layout, ...]:
@@ -212,7 +232,9 @@ def writable() -> tuple[str, ...]:
     # Without other packages' layouts no engine is loaded: help needs only names.
     of_engines = {layout.name for one in engines() for layout in own_layouts(one)} if written else set[str]()
     shared = [x.name for x in written if x.write_config is not None and x.name not in of_engines]
-    return tuple(dict.fromkeys((*own, *shared, *(one.name for one in OWN_LAYOUTS.values() if one.written))))
+    return tuple(
+        dict.fromkeys((*own, *shared, *(one.called or one.name for one in OWN_LAYOUTS.values() if one.written)))
+    )
 
 
 def runners() -> tuple[str, ...]:

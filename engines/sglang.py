@@ -19,6 +19,7 @@ from ..drafters.yarn import cos_sin_factor, m
 from ..errors import AcceptanceInvalid, CountersDisturbed, CountersMissing
 from ..escape import Word, command
 from ..rule import Found, Rule
+from . import dflash
 from .base import (
     DRAFT_TOKENS,
     HOST,
@@ -534,7 +535,7 @@ RULES: tuple[Rule[HeadFacts], ...] = (
 ENGINE = Engine(
     name="sglang",
     title="SGLang",
-    layouts=(SGLANG,),
+    layouts=(SGLANG, dflash.DFLASH_SGLANG),
     release="0.5.23",
     runners=(Runner("sglang", _in_sglang, _states),),
     packages=("sglang", "sglang_cpu"),
@@ -589,7 +590,7 @@ ENGINE = Engine(
             "speculative_draft_model_path",
         ),
     ),
-    rules=RULES,
+    rules=(*RULES, *dflash.SGLANG_RULES),
     shared_rules=("K154", "K163", "K182", "K192", "K194", "K410"),
     # https://github.com/sgl-project/sglang/pull/33966
     architectures={

@@ -16,6 +16,7 @@ from ..drafters.yarn import cos_sin_factor, m
 from ..errors import CountersMissing, DefinitionsMixed
 from ..escape import Word, command, terminal
 from ..rule import Found, Rule
+from . import dflash
 from .base import DRAFT_TOKENS, Capture, Deployment, Engine, Launch, NullKey, Sampling, Taken
 from .checks import HeadFacts, first_architecture
 from .common import (
@@ -358,7 +359,7 @@ RULES: tuple[Rule[HeadFacts], ...] = (
 ENGINE = Engine(
     name="trtllm",
     title="TensorRT-LLM",
-    layouts=(TRTLLM,),
+    layouts=(TRTLLM, dflash.DFLASH_TRTLLM),
     release="between 1.3 and 1.4",
     packages=("tensorrt_llm",),
     captures=CAPTURES,
@@ -374,7 +375,7 @@ ENGINE = Engine(
     # https://github.com/NVIDIA/TensorRT-LLM/blob/2cbdaa0ffa36fbef7960a0ad9f0458373025fa9f/tensorrt_llm/_torch/speculative/interface.py#L1065-L1078
     sampling=Sampling(("/server_info",), {"TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS": ()}),
     latent_by_default=LATENT_BY_DEFAULT,
-    rules=RULES,
+    rules=(*RULES, *dflash.TRTLLM_RULES),
     shared_rules=("K158", "K163", "K182", "K192", "K211", "K410", "K425", "K433", "K434", "K441"),
     # It sizes o_proj, and the attention over a prompt, by the second key (__init__ in `MLA_MODULE`), and its own config
     # class has a default for both:

@@ -21,6 +21,7 @@ from ..drafters.spec import Gqa, HeadSpec, Linear, Mla, Yarn
 from ..errors import AcceptanceInvalid, CountersMissing
 from ..escape import Word
 from ..rule import Found, Rule
+from . import dflash
 from .base import (
     DRAFT_TOKENS,
     HOST,
@@ -565,7 +566,7 @@ RULES: tuple[Rule[HeadFacts], ...] = (
 ENGINE = Engine(
     name="vllm",
     title="vLLM",
-    layouts=(VLLM,),
+    layouts=(VLLM, dflash.DFLASH_VLLM),
     release="0.32.0 and 0.33.0",
     # Two model runners look for the captured layers in different places. No launch option overrides this: the keys of
     # --hf-overrides apply only to the target:
@@ -647,7 +648,7 @@ ENGINE = Engine(
         ),
     },
     rewritten=REWRITTEN,
-    rules=RULES,
+    rules=(*RULES, *dflash.VLLM_RULES),
     shared_rules=("K132", "K154", "K194", "K211"),
     rope_rows=_rope_rows,
     flags={

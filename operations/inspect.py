@@ -145,7 +145,7 @@ class Inspect(Reading):
     """Show what HEAD is: its layout, attention, dims, RoPE, captured layers, tensors and parameters.
 
     Reads only the config and the headers; from a Hub id it downloads nothing else. UNDECIDED marks what the files
-    leave open, with the candidates and what would decide it. A checkpoint that is not an Eagle3 head is named. The exit
+    leave open, with the candidates and what would decide it. A checkpoint that is no drafter is named. The exit
     code is 0 for every checkpoint that can be parsed.
     """
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ..targets.config import TargetConfig
 
 Theta = Annotated[float, Field(gt=0)]
+Token = Annotated[int, Field(ge=0)]
 YES_OR_NO = {"yes": True, "no": False, "true": True, "false": False}
 
 
@@ -51,6 +52,11 @@ class Reading(Operation):
     max_positions: Count | None = option(None, "Longest context that you will serve.", metavar="N")
     norm_before_residual: YesOrNo | None = option(
         None, "norm_before_residual, if the config omits it.",
+        kind="yes-or-no",
+    )  # fmt: skip
+    mask_token: Token | None = option(None, "mask_token_id of a DFlash drafter, if the config omits it.", metavar="ID")
+    sample_from_anchor: YesOrNo | None = option(
+        None, "sample_from_anchor of a DFlash drafter, if nothing says it.",
         kind="yes-or-no",
     )  # fmt: skip
     target: Name | None = option(None, "The target; its depth decides the default captured layers.", kind="checkpoint")

@@ -146,7 +146,8 @@ def check_source(output: Head, source: Head, look: Look | None = None) -> list[F
         message = "the folder has no manifest, so only its tensors are compared with the source"
         findings.append(RULE["K302"].finding(Found(MANIFEST, message)))
     changed = {field for action in actions.values() for field in CHANGES.get(action, ())}
-    fields = [name for name, value in vars(source.spec).items() if getattr(output.spec, name) != value]
+    meant = output.layout.becomes(source.spec)
+    fields = [name for name, value in vars(meant).items() if getattr(output.spec, name) != value]
     if set(fields) - changed:
         message = f"the output is a different head from the source: {', '.join(fields)} differ"
         findings.append(RULE["K303"].finding(Found("config.json", message)))

@@ -8,8 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from kconv.drafters import spec
+from kconv.drafters.base import Drafter
+from kconv.drafters.dflash import DFLASH, Confidence, DFlashSpec, Markov
 from kconv.drafters.eagle3 import EAGLE3
-from kconv.drafters.keys import GQA, MLA, Key
+from kconv.drafters.keys import Key
+from kconv.drafters.registry import OWN
 from kconv.engines.layout import IGNORED, Layout, Row
 from kconv.engines.moves import Stack
 from kconv.engines.registry import layouts as all_layouts
@@ -24,10 +27,27 @@ _REST: dict[str, Any] = {
     "rope": spec.Rope(1.0), "captured": (0,), "dtype": "BF16", "max_positions": 1, "mlp_bias": True, "fc_bias": True,
     "norms": spec.Norms(True, True, True, True, True),
 }  # fmt: skip
-KINDS = {
-    "GQA": spec.HeadSpec(spec.Gqa(1, 1, 2, bias=True), **_REST),
-    "MLA": spec.HeadSpec(spec.Mla(1, 1, 1, 1, 2, 1), **_REST),
+_OF_HEADS = ("mlp_bias", "fc_bias", "norms")
+_BLOCK: dict[str, Any] = {key: value for key, value in _REST.items() if key not in _OF_HEADS} | {
+    "attention": spec.Gqa(1, 1, 2, bias=True), "block": 2, "mask": 0,
+}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    EAGLE3.name: {
+        "GQA": spec.HeadSpec(spec.Gqa(1, 1, 2, bias=True), **_REST),
+        "MLA": spec.HeadSpec(spec.Mla(1, 1, 1, 1, 2, 1), **_REST),
+    },
+    DFLASH.name: {
+        "DFlash": DFlashSpec(**_BLOCK),
+        **{
+            f"DSpark ({kind})": DFlashSpec(**_BLOCK, markov=Markov(1, kind), confidence=Confidence(True, True))
+            for kind in ("vanilla", "gated", "rnn")
+        },
+    },
 }
+
+
+def of_family(drafter: Drafter) -> list[Layout]:
+    return [layout for layout in all_layouts() if layout.drafter is drafter]
 
 
 def layouts() -> Iterator[str]:
@@ -42,31 +62,20 @@ def layouts() -> Iterator[str]:
     yield from ("", "## Tensors", "")
     yield "`*` is the slot's own part. Each name lists the layouts that write it, and those that *also read* it."
     yield "*First*, *later*: decoder layers. An unknown or missing name stops the conversion."
-    tensors: dict[tuple[str, ...], dict[tuple[str, str], dict[str, str]]] = {}
-    for layout in all_layouts():
-        for row in layout.rows:
-            tensor, layers = _tensor(row)
-            names = tensors.setdefault(tensor, {}).setdefault((row.name, layers), {})
-            names[layout.name] = ROLES[row.role]
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for (slot, shape, heads), named in tensors.items():
-        own = _own_part(next(iter(named))[0])
-        kinds = tuple(
-            _name(f"{name.removesuffix(own)}*" if name.endswith(own) else name, layers, roles)
-            for (name, layers), roles in named.items()
-        )
-        alike.setdefault(kinds, []).append(f"- {slot} {shape}{'' if heads == 'all' else f', {heads}'}: `{own}`")
-    for kinds, of_slots in alike.items():
-        yield from ("", *(f"{kind}{'.' if kind == kinds[-1] else ';'}" for kind in kinds), "", *of_slots)
+    for drafter in reversed(OWN):
+        yield from ("", f"### {drafter.title}s")
+        yield from _tensors(drafter)
     yield from ("", "## Config keys", "")
     yield "In every layout unless stated otherwise below: the key, and what it states."
-    for kind, part in (("Every head", EAGLE3.keys), ("MHA and GQA", GQA), ("MLA", MLA)):
-        yield from ("", f"{kind}: {', '.join(_key(key) for key in part)}.")
-    yield from ("", "Keys that change what a head computes, with the values that kconv accepts; it refuses others:")
-    accepted: dict[str, list[str]] = {}
-    for key, values in EAGLE3.fixed.items():
-        accepted.setdefault(", ".join(map(json.dumps, values)), []).append(key)
-    yield from ("", *(f"- {values}: {_code(keys)}" for values, keys in accepted.items()))
+    for drafter in reversed(OWN):
+        title = f"{drafter.title}s"
+        for kind, part in ((title, drafter.keys), *_attention(drafter)):
+            yield from ("", f"{kind}: {', '.join(_key(key) for key in part)}.")
+        yield from ("", f"{title} with other values of these keys are refused:")
+        accepted: dict[str, list[str]] = {}
+        for key, values in drafter.fixed.items():
+            accepted.setdefault(", ".join(map(json.dumps, values)), []).append(key)
+        yield from ("", *(f"- {values}: {_code(keys)}" for values, keys in accepted.items()))
     yield from ("", "## Where a layout differs", "")
     alike_layouts: dict[str, list[str]] = {}
     for layout in all_layouts():
@@ -95,26 +104,50 @@ def layouts() -> Iterator[str]:
                 yield f"- `{layout.name}`: {limit.what}{seen}"
 
 
+def _attention(drafter: Drafter) -> list[tuple[str, tuple[Key, ...]]]:
+    titles = {spec.Gqa: "MHA and GQA", spec.Mla: "MLA"}
+    return [(titles[kind], keys) for kind, keys in drafter.attention.items()] if drafter is EAGLE3 else []
+
+
+def _tensors(drafter: Drafter) -> Iterator[str]:
+    tensors: dict[tuple[str, ...], dict[tuple[str, str], dict[str, str]]] = {}
+    for layout in of_family(drafter):
+        for row in layout.rows:
+            tensor, layers = _tensor(row, drafter)
+            names = tensors.setdefault(tensor, {}).setdefault((row.name, layers), {})
+            names[layout.name] = ROLES[row.role]
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for (slot, shape, heads), named in tensors.items():
+        own = _own_part(next(iter(named))[0])
+        kinds = tuple(
+            _name(f"{name.removesuffix(own)}*" if name.endswith(own) else name, layers, roles, drafter)
+            for (name, layers), roles in named.items()
+        )
+        alike.setdefault(kinds, []).append(f"- {slot} {shape}{'' if heads == 'all' else f', {heads}'}: `{own}`")
+    for kinds, of_slots in alike.items():
+        yield from ("", *(f"{kind}{'.' if kind == kinds[-1] else ';'}" for kind in kinds), "", *of_slots)
+
+
 def _own_part(name: str) -> str:
     """Return the part of a tensor's name that follows the model and the layer."""
     return re.sub(r"^(model\.)?((layers|midlayer)(\.\{i\})?\.)?", "", name)
 
 
-def _tensor(row: Row) -> tuple[tuple[str, ...], str]:
+def _tensor(row: Row, drafter: Drafter) -> tuple[tuple[str, ...], str]:
     """Return what a row's tensor is (slots, shape, heads), and the decoder layers that have it."""
-    known = {slot.name: slot for slot in EAGLE3.slots}
+    known = {slot.name: slot for slot in drafter.slots}
     own = [known[re.sub(r"^fc_norm\.\d$", "fc_norm.{a}", name)] for name in row.slots]
     shape = " + ".join(slot.shape.split(",")[0] for slot in own) if isinstance(row.move, Stack) else own[0].shape
     shape += ", " + own[0].shape.split(",", 1)[1].strip() if isinstance(row.move, Stack) and "," in own[0].shape else ""
-    heads = [kind for kind, whole in KINDS.items() if all(slot.when(whole) for slot in own)]
+    heads = [kind for kind, whole in KINDS[drafter.name].items() if all(slot.when(whole) for slot in own)]
     stacked = ", ".join(f"`{name}`" for name in row.slots)
-    return (stacked, f"`[{shape}]`", _all(heads)), row.layers or own[0].layers
+    return (stacked, f"`[{shape}]`", _all(heads, drafter)), row.layers or own[0].layers
 
 
-def _name(name: str, layers: str, roles: Mapping[str, str]) -> str:
+def _name(name: str, layers: str, roles: Mapping[str, str], drafter: Drafter) -> str:
     """Return a name with the layouts that use it, and in brackets those that read it too."""
-    own = [one.name for one in all_layouts() if roles.get(one.name) == "W"]
-    others = [one.name for one in all_layouts() if one.name not in own]
+    own = [one.name for one in of_family(drafter) if roles.get(one.name) == "W"]
+    others = [one.name for one in of_family(drafter) if one.name not in own]
     users = "all" if not others else f"all but {', '.join(others)}" if len(others) < len(own) else ", ".join(own)
     shown = [users] if own else []
     if read := [one for one in roles if one not in own]:
@@ -122,8 +155,8 @@ def _name(name: str, layers: str, roles: Mapping[str, str]) -> str:
     return f"`{name}`{'' if layers == 'all' or not layers else f' ({layers})'} {'; '.join(shown)}"
 
 
-def _all(heads: list[str]) -> str:
-    return "all" if len(heads) == len(KINDS) else ", ".join(heads)
+def _all(heads: list[str], drafter: Drafter) -> str:
+    return "all" if len(heads) == len(KINDS[drafter.name]) else ", ".join(heads)
 
 
 def _key(key: Key) -> str:

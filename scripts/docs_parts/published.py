@@ -6,6 +6,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from support.block_drafters import FORMS
+from support.block_drafters import Form as Block
 from support.published import EAGLE3, OTHERS, Form
 
 from kconv.checkpoint.folder import open_checkpoint
@@ -13,12 +15,15 @@ from kconv.checkpoint.manifest import Hints
 from kconv.convert.plan import WriteOptions, plan
 from kconv.convert.read import read
 from kconv.convert.shared import SharedTensors
-from kconv.engines.registry import by_name, writable
+from kconv.engines.registry import layout_for, writable
 from kconv.errors import KconvError
 from kconv.escape import link
 from kconv.operations.inspect import Inspected
 from kconv.operations.reading import Reading
 from kconv.options import flag
+
+BLOCKS = {title: form for title, form in FORMS.items() if form.layout}
+RELATIVES = {title: form for title, form in FORMS.items() if not form.layout}
 
 
 def published() -> Iterator[str]:
@@ -26,10 +31,18 @@ def published() -> Iterator[str]:
     yield "what the files leave open, and conversions that kconv refuses, with the reason's number below."
     reasons: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as name:
-        rows = [_eagle3(title, form, Path(name) / str(i), reasons) for i, (title, form) in enumerate(EAGLE3.items())]
-        others = [_other(title, form, Path(name) / f"other-{i}") for i, (title, form) in enumerate(OTHERS.items())]
+        rows = [_row(title, form, Path(name) / str(i), reasons) for i, (title, form) in enumerate(EAGLE3.items())]
+        blocks = [
+            _row(title, form, Path(name) / f"block-{i}", reasons) for i, (title, form) in enumerate(BLOCKS.items())
+        ]
+        others = [
+            _other(title, form, Path(name) / f"other-{i}")
+            for i, (title, form) in enumerate((OTHERS | RELATIVES).items())
+        ]
     yield from ("", "## Eagle3 heads", "")
     yield from (f"- {title}: {', '.join(part for part in parts if part)}" for title, *parts in rows)
+    yield from ("", "## DFlash and DSpark drafters", "")
+    yield from (f"- {title}: {', '.join(part for part in parts if part)}" for title, *parts in blocks)
     yield from ("", "Why:", "")
     yield from (f"{number}. {reason}." for reason, number in reasons.items())
     yield from ("", "## Other drafts and checkpoints", "")
@@ -40,7 +53,7 @@ def published() -> Iterator[str]:
     yield from (f"- {kind}: {', '.join(titles)}" for kind, titles in together.items())
 
 
-def _eagle3(title: str, form: Form, folder: Path, reasons: dict[str, int]) -> tuple[object, ...]:
+def _row(title: str, form: Form | Block, folder: Path, reasons: dict[str, int]) -> tuple[object, ...]:
     options = Reading.model_validate(dict(form.options))
     target = SharedTensors("target", {}, headers_only=True, layers=form.target_layers, model_type=form.model_type)
     checkpoint = open_checkpoint(form.write(folder))
@@ -49,11 +62,12 @@ def _eagle3(title: str, form: Form, folder: Path, reasons: dict[str, int]) -> tu
     refused, numbers = [], []
     for layout in writable():
         try:
-            plan(decided.sound_head(), by_name(layout), WriteOptions(target))
+            head = decided.sound_head()
+            plan(head, layout_for(layout, head.drafter), WriteOptions(target))
         except KconvError as error:
             refused.append(layout)
             numbers.append(reasons.setdefault(error.what, len(reasons) + 1))
-    said = " ".join(f"{flag(name)} {value}" for name, value in form.options.items())
+    said = " ".join(f"{flag(name)} {_said(value)}" for name, value in form.options.items())
     return (
         link(title, form.source), bare.to_json()["layout"], f"`{said}`" if said else "",
         f"refused: all {next(iter(set(numbers)))}" if len(numbers) == len(writable()) and len(set(numbers)) == 1
@@ -62,5 +76,9 @@ def _eagle3(title: str, form: Form, folder: Path, reasons: dict[str, int]) -> tu
     )  # fmt: skip
 
 
-def _other(title: str, form: Form, folder: Path) -> tuple[str, object]:
+def _said(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else "yes" if value is True else str(value)
+
+
+def _other(title: str, form: Form | Block, folder: Path) -> tuple[str, object]:
     return link(title, form.source), Inspected(read(open_checkpoint(form.write(folder)), hints=Hints())).kind

@@ -20,12 +20,15 @@ from kconv.checkpoint.manifest import MANIFEST, Hints, verify
 from kconv.convert.execute import execute
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head, read_slot
+from kconv.drafters.eagle3 import EAGLE3
 from kconv.drafters.spec import Norms
 from kconv.engines import BY_NAME, LAYOUTS, detect
 from kconv.errors import LayoutCannot
 
 # What speculators' asks for beside a head, its target, has tests of its own.
-WRITABLE = [layout for layout in LAYOUTS if layout.write_config is not None and layout.name != "speculators"]
+WRITABLE = [
+    layout for layout in LAYOUTS if layout.write_config and layout.drafter is EAGLE3 and layout.name != "speculators"
+]
 CAPTURED = (1, 7, 23)
 SPECS = {
     "mla": replace(MLA, captured=CAPTURED),
@@ -83,11 +86,18 @@ def test_there_and_back(tmp_path, source, out, spec):
 
 def test_every_layout_is_read_and_every_engines_is_written():
     read, written = ({p.values[i].name for p in pairs()} for i in (0, 1))
-    assert read == set(BY_NAME) and written == {"vllm", "trtllm", "sglang", "portable"}
+    assert read == {one.name for one in LAYOUTS if one.drafter is EAGLE3} and written == {
+        "vllm",
+        "trtllm",
+        "sglang",
+        "portable",
+    }
 
 
 @settings(max_examples=50)
-@given(portable_specs(), st.sampled_from(LAYOUTS), st.integers(0, 2**32))
+@given(
+    portable_specs(), st.sampled_from([layout for layout in LAYOUTS if layout.drafter is EAGLE3]), st.integers(0, 2**32)
+)
 def test_there_and_back_at_any_dims(spec, source, seed):
     for out in WRITABLE:
         if not can_make(source, spec) or not can_make(out, spec):
@@ -135,7 +145,7 @@ def test_each_pair_of_written_layouts_there_and_back_is_byte_identical(source, o
 def test_a_layout_that_is_only_read_is_not_written(tmp_path):
     folder = write_head(tmp_path / "source", BY_NAME["vllm"], GQA, random_slots(GQA))
     for layout in LAYOUTS:
-        if layout.write_config is not None:
+        if layout.write_config is not None or layout.drafter is not EAGLE3:
             continue
         with pytest.raises(LayoutCannot, match=layout.name) as caught:
             plan(read_head(open_checkpoint(folder)), layout)

@@ -143,7 +143,7 @@ def test_what_help_says_of_an_engine_is_what_its_module_says():
     for layout in registry.LAYOUTS:
         own = registry.OWN_LAYOUTS[layout.name]
         assert own.engines == tuple(one.name for one in registry.engines_of(layout.name))
-        assert own.written == (layout.write_config is not None)
+        assert (own.written, own.called) == (layout.write_config is not None, layout.called)
 
 
 def test_help_and_an_import_load_no_engine():

@@ -33,6 +33,15 @@ def nest(**keys: Any) -> Change:
     return change
 
 
+def inside(**keys: Any) -> Change:
+    """Return the change that sets keys of dflash_config; `...` takes one out."""
+
+    def change(config: Config, tensors: Tensors) -> None:
+        put(**keys)(config["dflash_config"], tensors)
+
+    return change
+
+
 def drop(*names: str) -> Change:
     """Return the change that takes tensors out."""
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from kconv.checkpoint.manifest import Hints
 from kconv.checkpoint.source import Folder
+from kconv.drafters.dflash import DFlashSpec, Markov
 from kconv.drafters.keys import CONVENTION, TOP
 from kconv.drafters.spec import HeadSpec, Norms, Rope, Yarn
 from kconv.validate.options import ValidateOptions
@@ -19,6 +20,7 @@ from kconv.validate.report import Report
 from kconv.validate.rules.subject import ENGINES
 from kconv.validate.run import validate
 
+from .block_drafters import DFLASH, DSPARK
 from .changes import (
     Change,
     Config,
@@ -34,6 +36,7 @@ from .changes import (
     fp8,
     fuse,
     initial,
+    inside,
     nest,
     no_config,
     no_weights,
@@ -417,4 +420,54 @@ OF_TENSORS = (
 )  # fmt: skip
 
 
-FAULTS = (*OF_CONFIGS, *OF_TENSORS)
+def block(layout: str, spec: DFlashSpec = DFLASH, engines: tuple[str, ...] = VLLM) -> Good:
+    """Return a good block drafter."""
+    return Good(layout, f"dflash-{layout}", spec, engines)
+
+
+def _mask_elsewhere(folder: Path) -> None:
+    (folder / "mask_embedding.pt").write_bytes(b"")
+
+
+SHIFTED, CAUSAL = replace(DFLASH, shift=True), replace(DFLASH, causal=True)
+GATED, REDUCED_BLOCK = replace(DSPARK, markov=Markov(8, "gated")), replace(DFLASH, draft_vocab=40)
+SIX_LAYERS = TARGET | {"num_hidden_layers": 6}
+OF_BLOCK_DRAFTERS: tuple[Fault, ...] = (
+    Fault("the mask token deleted", "K501", block("vllm"), also(put(mask_token_id=...), inside(mask_token_id=...))),
+    Fault("a Markov head under DFlash's class, with no word on the anchor", "K502", block("vllm", DSPARK),
+          also(put(architectures=["DFlashDraftModel"], sample_from_anchor=...),
+               inside(shift_label=..., projector_type=...))),
+    Fault("the mask token after the last row", "K503", block("vllm"),
+          also(put(mask_token_id=64), inside(mask_token_id=64))),
+    Fault("the mask's embedding in a file", "K504", block("vllm"), raw=_mask_elsewhere),
+    Fault("the mask token is the pad token", "K505", block("vllm"), put(pad_token_id=60)),
+    Fault("the target's last layer captured", "K506", block("vllm"), target=SIX_LAYERS),
+    Fault("DSpark under DFlash's class", "K507", block("sglang", DSPARK, (SGLANG,)),
+          put(architectures=["DFlashDraftModel"])),
+    Fault('a torch_dtype of "None"', "K508", block("sglang", DFLASH, (SGLANG,)), put(torch_dtype="None")),
+    Fault("DeepSpec's DFlash, which samples from the anchor", "K520", block("vllm", SHIFTED)),
+    Fault("a gated Markov head, for vLLM", "K521", block("sglang", GATED), engines=VLLM),
+    Fault("a reduced vocabulary of a DFlash drafter, for SGLang", "K522", block("vllm", REDUCED_BLOCK),
+          engines=(SGLANG,)),
+    Fault("a reduced vocabulary of a DFlash drafter, for TensorRT-LLM", "K523", block("vllm", REDUCED_BLOCK),
+          engines=(TRTLLM,)),
+    Fault("a gated Markov head, for TensorRT-LLM", "K524", block("sglang", GATED), engines=(TRTLLM,)),
+    Fault("a causal block, for TensorRT-LLM", "K525", block("sglang", CAUSAL), engines=(TRTLLM,)),
+    Fault("a DSpark speculator that does not say where it samples", "K530", block("speculators", DSPARK),
+          put(sample_from_anchor=...)),
+    Fault("a DFlash speculator as trained, for vLLM", "K531", block("speculators"),
+          put(sliding_window_non_causal=False)),
+    Fault("the Markov head's rank in dflash_config alone, for vLLM", "K532", block("vllm", DSPARK),
+          put(markov_rank=...)),
+    Fault("causality in dflash_config alone, for SGLang", "K535", block("sglang", CAUSAL, (SGLANG,)),
+          put(is_causal=...)),
+    Fault("the Markov head's kind deleted, for SGLang", "K536", block("sglang", DSPARK, (SGLANG,)),
+          also(put(markov_head_type=...), inside(markov_head_type=...))),
+    Fault("the target's last layer captured, for SGLang", "K537", block("sglang", DFLASH, (SGLANG,)),
+          target=SIX_LAYERS),
+    Fault("captured layers at the top level alone, for TensorRT-LLM", "K539", block("vllm"),
+          inside(target_layer_ids=...), engines=(TRTLLM,)),
+)  # fmt: skip
+
+
+FAULTS = (*OF_CONFIGS, *OF_TENSORS, *OF_BLOCK_DRAFTERS)

@@ -20,6 +20,7 @@ from kconv.engines.layout import Layout
 from kconv.validate.rules.head import ENGINE_OF, WRITTEN_FOR
 from kconv.validate.rules.subject import ENGINES
 
+from .block_drafters import DFLASH, DSPARK
 from .heads import GQA, MLA, PORTABLE, QK, random_map, write_head
 
 ONE_LAYER = {"torchspec", "specforge", "safeailab", "automodel", "deepspec"}
@@ -30,6 +31,8 @@ REDUCED = {"specforge", "safeailab"}
 
 def can_make(layout: Layout, spec: HeadSpec) -> bool:
     """Say whether a layout's maker makes such heads."""
+    if layout.drafter is not spec.drafter:
+        return False
     if layout.write_config is not None and layout.name != "speculators":
         beside = any(limit.hits(spec, None) for limit in layout.target_limits)
         return not beside and not any(limit.applies(spec, ()) for limit in layout.limits)
@@ -110,7 +113,7 @@ class Good:
 
     name: str
     layout: str
-    spec: HeadSpec
+    spec: Any
     engines: tuple[str, ...]
     nvfp4: bool = False
 
@@ -190,6 +193,9 @@ def _variants() -> Iterator[Good]:
     yield Good("gqa, norms of queries and keys, vllm", "vllm", QK, VLLM)
     yield Good("mla, reduced vocabulary, vllm", "vllm", replace(MLA, draft_vocab=40), VLLM)
     yield Good("mla, reduced vocabulary, sglang", "sglang", replace(MLA, draft_vocab=40), (SGLANG,))
+    for name, block in {"dflash": DFLASH, "dspark": DSPARK}.items():
+        for layout in (*WRITTEN, "speculators"):
+            yield Good(f"{name}, {layout}", f"dflash-{layout}", block, FOR[layout])
     for layout in WRITTEN:
         yield Good(f"gqa, NVFP4 MLP, {layout}", layout, QUANTIZABLE, FOR[layout], nvfp4=True)
     for layout in ("vllm", "trtllm"):

@@ -456,13 +456,7 @@ def _decoder(prefix: str, more: Shapes | None = None) -> Shapes:
     return shapes | {f"{prefix}.{name}": shape for name, shape in (more or {}).items()}
 
 
-_DFLASH = without(_QWEN3, "draft_vocab_size") | {
-    "architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "modeling_dflash.DFlashDraftModel"},
-    "block_size": 16, "model_type": "qwen3", "num_hidden_layers": 5, "num_target_layers": 36,
-    "layer_types": ["full_attention"] * 5,
-}  # fmt: skip
 _QK = {"self_attn.q_norm.weight": (16,), "self_attn.k_norm.weight": (16,)}
-_FIVE = {name: shape for i in range(5) for name, shape in _decoder(f"layers.{i}", _QK).items()}
 
 OTHERS: dict[str, Form] = {
     "EAGLE-1, Llama-2": Form(
@@ -488,16 +482,6 @@ OTHERS: dict[str, Form] = {
         {f"{i}.{n}": s for i in range(2) for n, s in
          {"0.linear.weight": (48, 48), "0.linear.bias": (48,), "1.weight": (64, 48)}.items()},
         kind="Medusa"),
-    "DFlash": Form(
-        f"{SPECFORGE}b3d2401f34546e1a38dddc1c491af7724276b3cf/configs/qwen3-8b-dflash.json", cut(_DFLASH),
-        _FIVE | {"fc.weight": (48, 240), "hidden_norm.weight": (48,), "norm.weight": (48,)}, kind="DFlash"),
-    "DSpark": Form(
-        f"{SPECFORGE}4e3f455544d496df5d425001090913eed1bd0619/configs/qwen3-8b-dspark.json",
-        cut(_DFLASH | {"architectures": ["DSparkDraftModel"],
-                       "dflash_config": {"projector_type": "dspark", "target_layer_ids": [1, 9, 17, 25, 33]}}),
-        _FIVE | {"fc.weight": (48, 240), "hidden_norm.weight": (48,), "norm.weight": (48,),
-                 "markov_head.markov_w1.weight": (64, 8)},
-        kind="DSpark"),
     "P-EAGLE": _form(
         f"{SPECFORGE}a6a07bc47470fcee6441562726b0576cf10b8fe1/configs/qwen3-8b-peagle.json",
         _QWEN3 | {"architectures": ["PEagleDraftModel"], "num_hidden_layers": 4, "draft_vocab_size": 151936},

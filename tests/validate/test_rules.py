@@ -25,7 +25,7 @@ from kconv.validate.rules.table import HEAD_RULES, all_rules
 from kconv.validate.run import validate
 
 # What a launch flag must supply, and what is not compared where no target is given.
-ALWAYS = {"K144", "K184", "K193", "K194", "K195", "K196", "K214"}
+ALWAYS = {"K144", "K184", "K193", "K194", "K195", "K196", "K214", "K533", "K538"}
 
 
 def check(folder: Path, engines: tuple[str, ...] = (), *, headers_only: bool = False, **about) -> Report:
@@ -56,7 +56,7 @@ def test_of_a_good_head_nothing_is_said_but_what_a_flag_must_supply(good, tmp_pa
 def test_each_thing_that_a_flag_must_supply_is_said_of_a_good_head(tmp_path: Path):
     told = {
         finding.rule
-        for name in ("mla, portable", "gqa, portable")
+        for name in ("mla, portable", "gqa, portable", "dflash, portable")
         for finding in check(GOOD[name].write(tmp_path / name), ("all",)).findings
     }
     assert told >= ALWAYS
@@ -81,7 +81,7 @@ def test_there_are_as_many_as_promised():
     assert len(FAULTS) >= 60 and len(GOOD) >= 20 and len({fault.name for fault in FAULTS}) == len(FAULTS)
     rules = {fault.rule for fault in FAULTS}
     assert len(rules) >= 60
-    assert {layout for layout in BY_NAME if BY_NAME[layout].write_config} <= {good.layout for good in GOOD.values()}
+    assert {name for name, one in BY_NAME.items() if one.write_config} <= {good.layout for good in GOOD.values()}
 
 
 def write(folder: Path, base, change) -> Path:

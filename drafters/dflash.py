@@ -1,0 +1,764 @@
+"""DFlash and DSpark: drafters that fill a block of slots in one pass, from the target's states.
+
+The object `DFLASH` is at the end. The block begins with the newest token, the anchor, and goes on with mask tokens. A
+DFlash drafter's slot i predicts the token i places after the anchor, so its first slot predicts nothing. A DSpark
+drafter samples from the anchor: its slot i predicts the token after that, and a Markov head adds a bias that depends on
+the token drafted one place before. The heads of both read the target's embedding and lm_head.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..checkpoint.formats import CONFIG_KEY
+from ..checkpoint.manifest import Hints
+from ..checkpoint.schema import Json
+from ..errors import CapturedUndecided, ConfigInvalid, ConfigUnsupported, LayoutCannot, in_config
+from .base import Config, Drafter, Kind, Names, RunningDrafter
+from .captured import MAX_DEPTH, UNDECIDED, Captured
+from .contract import Problems
+from .facts import BASES, TARGETS_DEPTH, Candidate, Fact, stored_layers
+from .keys import ABSENT, GQA, MAX_LAYERS, Key, architectures, check_fixed, check_full_attention, find, off
+from .rope_keys import DEFAULT_THETA, states_theta
+from .slots import INTEGER, Slot
+from .spec import Gqa, Rope
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..rule import Rule
+
+NESTED = "dflash_config"
+VANILLA, GATED, RNN = "vanilla", "gated", "rnn"
+
+
+@dataclass(frozen=True)
+class Markov:
+    """A bias of the logits from the token drafted one place before.
+
+    Attributes:
+        rank: of its two matrices; 0 for none.
+        kind: "vanilla", or "gated" or "rnn" if it reads the slot's state too.
+    """
+
+    rank: int = 0
+    kind: str = VANILLA
+
+
+@dataclass(frozen=True)
+class Confidence:
+    """An estimate of whether a draft is accepted.
+
+    Attributes:
+        present: whether there is one.
+        with_markov: whether it reads the Markov head's embedding of the previous token beside the slot's state.
+    """
+
+    present: bool = False
+    with_markov: bool = False
+
+
+@dataclass(frozen=True)
+class DFlashSpec:
+    """What a DFlash or DSpark drafter is; see `HeadSpec` for the fields that the families share.
+
+    Attributes:
+        block: slots of a block, the anchor's among them.
+        mask: the token in all slots but the first.
+        shift: whether the anchor's slot predicts too, so that a block drafts as many tokens as it has slots.
+        causal: whether a slot sees no later ones.
+        markov: its Markov head.
+        confidence: its confidence head.
+    """
+
+    attention: Gqa
+    hidden: int
+    target_hidden: int
+    intermediate: int
+    layers: int
+    vocab: int
+    draft_vocab: int
+    rope: Rope
+    captured: tuple[int, ...]
+    eps: float
+    dtype: str
+    max_positions: int
+    block: int
+    mask: int
+    shift: bool = False
+    causal: bool = False
+    markov: Markov = field(default_factory=Markov)
+    confidence: Confidence = field(default_factory=Confidence)
+
+    @property
+    def kind(self) -> str:
+        """`"mha"` or `"gqa"`."""
+        return "mha" if self.attention.kv_heads == self.attention.heads else "gqa"
+
+    @property
+    def places(self) -> int:
+        """The number of tokens that a block drafts, at most K."""
+        return self.block if self.shift else self.block - 1
+
+    @property
+    def is_dspark(self) -> bool:
+        """Whether engines must serve it as DSpark."""
+        return self.shift or self.markov.rank > 0
+
+    @property
+    def drafter(self) -> Drafter:
+        """Its family."""
+        return DFLASH
+
+
+# Tensors
+
+
+def _shares(spec: DFlashSpec) -> bool:
+    return spec.hidden == spec.target_hidden
+
+
+def _is_reduced(spec: DFlashSpec) -> bool:
+    return spec.draft_vocab != spec.vocab
+
+
+def _has_bias(spec: DFlashSpec) -> bool:
+    return spec.attention.bias
+
+
+def _has_markov(spec: DFlashSpec) -> bool:
+    return spec.markov.rank > 0
+
+
+def _is_gated(spec: DFlashSpec) -> bool:
+    return _has_markov(spec) and spec.markov.kind == GATED
+
+
+def _is_rnn(spec: DFlashSpec) -> bool:
+    return _has_markov(spec) and spec.markov.kind == RNN
+
+
+SLOTS = (
+    Slot("fc", "hidden, captured*target_hidden"),
+    Slot("hidden_norm", "hidden"),
+    Slot("{i}.input_layernorm", "hidden", layers="all"),
+    Slot("{i}.q_proj", "heads*head_dim, hidden", layers="all"),
+    Slot("{i}.k_proj", "kv_heads*head_dim, hidden", layers="all"),
+    Slot("{i}.v_proj", "kv_heads*head_dim, hidden", layers="all"),
+    Slot("{i}.q_proj.bias", "heads*head_dim", _has_bias, layers="all"),
+    Slot("{i}.k_proj.bias", "kv_heads*head_dim", _has_bias, layers="all"),
+    Slot("{i}.v_proj.bias", "kv_heads*head_dim", _has_bias, layers="all"),
+    Slot("{i}.q_norm", "head_dim", layers="all"),
+    Slot("{i}.k_norm", "head_dim", layers="all"),
+    Slot("{i}.o_proj", "hidden, heads*head_dim", layers="all"),
+    Slot("{i}.o_proj.bias", "hidden", _has_bias, layers="all"),
+    Slot("{i}.post_attention_layernorm", "hidden", layers="all"),
+    Slot("{i}.gate_proj", "intermediate, hidden", layers="all"),
+    Slot("{i}.up_proj", "intermediate, hidden", layers="all"),
+    Slot("{i}.down_proj", "hidden, intermediate", layers="all"),
+    Slot("norm", "hidden"),
+    # kconv writes zeros for a drafter that has none and needs one in engines.
+    Slot("markov_w1", "vocab, rank", _has_markov, may_be_zero=True),
+    Slot("markov_w2", "draft_vocab, rank", _has_markov, may_be_zero=True),
+    Slot("markov_gate", "rank, hidden+rank", _is_gated),
+    Slot("markov_gate.bias", "rank", _is_gated),
+    Slot("markov_joint", "3*rank, 2*rank+hidden", _is_rnn),
+    Slot("markov_joint.bias", "3*rank", _is_rnn),
+    Slot("confidence", "1, hidden+confidence_rank", lambda s: s.confidence.present),
+    Slot("confidence.bias", "1", lambda s: s.confidence.present),
+    Slot("lm_head", "draft_vocab, hidden", absent_when=lambda s: _shares(s) and not _is_reduced(s)),
+    Slot("embed_tokens", "vocab, hidden", absent_when=_shares),
+    Slot("d2t", "draft_vocab", _is_reduced, dtype=INTEGER),
+    Slot("t2d", "vocab", _is_reduced, absent_when=_is_reduced, dtype=("BOOL",)),  # follows from d2t
+)
+
+
+def dims(spec: DFlashSpec, layer: int = 0) -> dict[str, int]:
+    """Return the numbers that the shape formulas use."""
+    return {
+        "hidden": spec.hidden,
+        "target_hidden": spec.target_hidden,
+        "captured": len(spec.captured),
+        "intermediate": spec.intermediate,
+        "vocab": spec.vocab,
+        "draft_vocab": spec.draft_vocab,
+        "heads": spec.attention.heads,
+        "kv_heads": spec.attention.kv_heads,
+        "head_dim": spec.attention.head_dim,
+        "rank": spec.markov.rank,
+        "confidence_rank": spec.markov.rank if spec.confidence.with_markov else 0,
+    }
+
+
+# Config keys
+
+ANCHOR, MASK = "sample_from_anchor", "mask_token_id"
+# Engines look at the top level, in `dflash_config`, or in both: what is written stands in both.
+KEYS = (
+    Key("hidden", ("hidden_size",), "count"),
+    Key("target_hidden", ("target_hidden_size",), "count", lambda v: v["hidden"]),
+    Key("intermediate", ("intermediate_size",), "count"),
+    Key("layers", ("num_hidden_layers",), "depth"),
+    Key("vocab", ("vocab_size",), "vocabulary"),
+    Key("draft_vocab", ("draft_vocab_size",), "vocabulary", lambda v: v["lm_head_rows"] or v["vocab"]),
+    Key("eps", ("rms_norm_eps",), "fraction"),
+    Key("block", ("block_size",), "count", also=(f"{NESTED}.block_size",)),
+    Key("mask", (MASK, f"{NESTED}.{MASK}"), "whole"),
+    # ModelOpt calls it shift_label.
+    Key("shift", (ANCHOR,), "flag", also=(f"{NESTED}.{ANCHOR}", f"{NESTED}.shift_label", "shift_label")),
+    # SGLang reads the first only, ModelOpt writes the second only.
+    Key("causal", ("is_causal", f"{NESTED}.causal"), "flag", off),
+    # vLLM reads the first only, ModelOpt and SpecForge write the second only.
+    Key("markov.rank", ("markov_rank", f"{NESTED}.markov_rank"), "whole", lambda _: 0),
+    Key("markov.kind", ("markov_head_type", f"{NESTED}.markov_head_type"), "word", lambda _: VANILLA),
+    Key(
+        "confidence.present",
+        ("enable_confidence_head", f"{NESTED}.use_confidence_head"),
+        "flag",
+        off,
+        also=(f"{NESTED}.enable_confidence_head", "use_confidence_head"),
+    ),
+    Key(
+        "confidence.with_markov",
+        ("confidence_head_with_markov", f"{NESTED}.confidence_head_with_markov"),
+        "flag",
+        off,
+    ),
+)
+# What only a DSpark drafter's config states.
+OF_DSPARK = tuple(name for key in KEYS if key.field.startswith(("markov.", "confidence.")) for name in key.names)
+
+# Keys that change what a drafter computes, and the only values that kconv supports; any other value is refused.
+# Those of MiMo's, Laguna's and Gemma's drafters are read here:
+# https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/qwen3_dflash.py
+FIXED: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    CONFIG_KEY: (None,),
+    "logit_scale": (1, None),
+    "output_multiplier": (1, None),
+    "final_logit_softcapping": (None,),
+    "use_sliding_window": (False, None),
+    "qkv_bias": (False, None),
+    "is_neox_style": (True, None),
+    "rope_is_neox_style": (True, None),
+    "rotary_pct": (1, None),
+    "rotary_emb_fraction": (1, None),
+    "rotary_dim": (None,),
+    "rotary_emb_base": (None,),
+    "add_swa_attention_sink_bias": (False, None),
+    "attention_sink_bias": (False, None),
+    "dspark_config": (None,),
+    "dspark_bonus_anchor": (None,),
+    f"{NESTED}.use_swa": (False, None),
+    f"{NESTED}.attention_sink_bias": (False, None),
+    f"{NESTED}.attention_value_scale": (1, None),
+    f"{NESTED}.output_multiplier": (1, None),
+    f"{NESTED}.final_logit_softcapping": (None,),
+    f"{NESTED}.projector_type": ("dflash", "dspark", None),
+}
+
+# Where a config lists the captured layers, and by how much each number is above the layer's, counted by its output:
+# https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py#L113-L150
+OUTPUT_LISTS = ("target_layer_ids", f"{NESTED}.target_layer_ids")
+LISTS: Mapping[str, int] = {
+    **dict.fromkeys((*OUTPUT_LISTS, "dspark_target_layer_ids"), 0),
+    **dict.fromkeys(("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids", f"{NESTED}.layer_ids"), 1),
+}
+# What kconv writes next to a list; no engine reads it.
+CONVENTION = "target_layer_ids_are"
+
+# Read elsewhere, or without effect: the target's embedding and lm_head are shared, tied or not.
+ELSEWHERE = frozenset(
+    (
+        *"architectures model_type dtype torch_dtype rope_theta rope_scaling rope_parameters".split(),
+        *"partial_rotary_factor max_position_embeddings sliding_window layer_types tie_word_embeddings".split(),
+        *LISTS,
+        CONVENTION,
+        f"{NESTED}.{CONVENTION}",
+    )
+)
+
+# The mask's embedding of XiaomiMiMo's drafters, in a file of its own:
+# https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/qwen3_dflash.py
+MASK_FILE = "mask_embedding.pt"
+
+
+def _check_keys(config: Config, tensors: Names, problems: Problems) -> None:
+    nested: Json = config.get(NESTED)
+    if nested is not None and not isinstance(nested, Mapping):
+        problems.add(ConfigInvalid, f"{NESTED} is not an object", in_config(NESTED), "Export it again.", "K012")
+    for name, allowed in FIXED.items():
+        code = "K198" if name == CONFIG_KEY else "K013"
+        check_fixed(name, allowed, config, problems, what="DFlash drafters", code=code)
+    check_full_attention(config, problems)
+    kind = next(
+        (v for n in ("markov_head_type", f"{NESTED}.markov_head_type") if (v := find(config, n)) is not ABSENT), ""
+    )
+    if kind not in ("", None, VANILLA, GATED, RNN):
+        problems.add(
+            ConfigUnsupported,
+            f"markov_head_type is {kind!r}; kconv knows {VANILLA}, {GATED} and {RNN}",
+            in_config("markov_head_type"),
+            "Serve it with the engine that it was made for.",
+            "K013",
+        )
+    mask, vocab = _stated(config, MASK), config.get("vocab_size")
+    if isinstance(mask, int) and isinstance(vocab, int) and mask >= vocab:
+        problems.add(
+            ConfigInvalid,
+            f"{MASK} is {mask}, but the embedding has {vocab} rows",
+            in_config(MASK),
+            "Correct the key: the mask is a token of the target's own embedding.",
+            "K503",
+        )
+    folders = {info.file.parent for info in tensors.values()}
+    if any((folder / MASK_FILE).is_file() for folder in folders):
+        problems.add(
+            ConfigUnsupported,
+            f"{MASK_FILE} holds an embedding of the mask token, which kconv would leave out",
+            MASK_FILE,
+            "Serve the folder as it is with vLLM, which reads that file.",
+            "K504",
+        )
+
+
+def _stated(config: Config, key: str) -> Any:
+    """Return a key's value at the top level or in `dflash_config`; None if it is in neither place."""
+    return next((v for n in (key, f"{NESTED}.{key}") if (v := find(config, n)) not in (ABSENT, None)), None)
+
+
+def _depth(config: Config, hints: Hints) -> int | None:
+    """Return the target's number of layers; TorchSpec writes the number of captured layers under this key."""
+    depth: Json = config.get("num_target_layers")
+    stated = depth if isinstance(depth, int) and not isinstance(depth, bool) else None
+    return hints.target_layers if hints.target_layers is not None else stated
+
+
+def _layer_ids(value: Json | tuple[int, ...], where: str, less: int, code: str = "K145") -> tuple[int, ...]:
+    """Return a list of layers as outputs.
+
+    Raises:
+        ConfigInvalid: it is not a list of ascending layers.
+        ConfigUnsupported: one of them is the target's embedding.
+    """
+    ids = tuple(value) if isinstance(value, (list, tuple)) else ()
+    whole = all(isinstance(i, int) and not isinstance(i, bool) and -1 <= i < MAX_DEPTH for i in ids)
+    if not ids or not whole or list(ids) != sorted(set(ids)):
+        raise ConfigInvalid(
+            f"{value!r} is not a list of distinct, ascending layer ids",
+            where=where,
+            fix="Correct the list: fc takes the states side by side, in the order of the list.",
+            code=code,
+        )
+    if ids[0] - less < 0:
+        raise ConfigUnsupported(
+            f"{list(ids)} asks for the target's embedding, which is no layer's output",
+            where=where,
+            fix="Serve it with the code that it was trained with; no engine captures the embedding.",
+            code=code,
+        )
+    return tuple(i - less for i in ids)
+
+
+def read_captured(config: Config, hints: Hints, names: Names, problems: Problems) -> Captured | None:
+    """Decide which layers a drafter reads, as outputs of 0-based layers; see `Drafter.captured`."""
+    found: dict[str, tuple[int, ...]] = {}
+    before = len(problems)
+    for path, above in LISTS.items():
+        if (value := find(config, path)) not in (ABSENT, None, []):
+            less = {"outputs": 0, "inputs": 1}[hints.captured_are] if hints.captured_are else above
+            with problems.catching():
+                found[path] = _layer_ids(value, in_config(path), less)
+    if len(problems) > before:
+        return None
+    with problems.catching():
+        decided = _decide(found, config, hints)
+        depth = _depth(config, hints)
+        if depth is not None and depth != len(decided.ids) and decided.ids[-1] >= depth:
+            raise ConfigInvalid(
+                f"it reads the output of layer {decided.ids[-1]}, but the target's last layer is {depth - 1}"
+                f" ({decided.how})",
+                where="--captured" if hints.captured else in_config(next(iter(found), "")),
+                fix="Pass the layers that it was trained on (--captured), and its own target.",
+                code="K148",
+            )
+        return decided
+    return None
+
+
+def _decide(found: Mapping[str, tuple[int, ...]], config: Config, hints: Hints) -> Captured:
+    if len(set(found.values())) > 1:
+        said = ", ".join(f"{path} means the outputs of {list(ids)}" for path, ids in found.items())
+        raise ConfigInvalid(
+            f"the config lists other captured layers in each place: {said}",
+            where=in_config(", ".join(found)),
+            fix="Each engine would pick one of them; keep the one that it was trained with.",
+            code="K146",
+        )
+    listed = next(iter(found.values()), None)
+    if hints.captured is not None:
+        ids = _layer_ids(hints.captured, "--captured", 1 if hints.captured_are == "inputs" else 0, "K008")
+        if listed not in (None, ids):
+            raise ConfigInvalid(
+                f"{next(iter(found))} means the outputs of {list(listed or ())}, but --captured says {list(ids)}",
+                where=in_config(next(iter(found))),
+                fix="Remove --captured, or correct the config if it is wrong.",
+            )
+        word = f"--captured {','.join(map(str, hints.captured))}"
+        return Captured(ids, f"set by the user: {list(ids)} are layer outputs", "" if listed else word)
+    if listed is None:
+        raise CapturedUndecided(
+            "the config does not say which target layers it reads",
+            where=in_config(OUTPUT_LISTS[1]),
+            fix="Pass --captured with the 0-based layer outputs that it was trained on. SGLang guesses them, wrongly"
+            " for most published drafters.",
+            needs="--captured",
+        )
+    path = next(iter(found))
+    counted = "inputs" if LISTS[path] else "outputs"
+    if hints.captured_are and hints.captured_are != counted:
+        word = f"--captured-are {hints.captured_are}"
+        how = f"set by the user: {path} counts layer {hints.captured_are}"
+        return Captured(listed, how, word, f"engines read the key as layer {counted}")
+    return Captured(listed, f"{path} lists {[i + LISTS[path] for i in listed]}: layer {counted}")
+
+
+def guessed(depth: int, layers: int) -> tuple[int, ...]:
+    """Return the layers that z-lab's code and SGLang take if a config lists none.
+
+    https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/speculative/dflash_utils.py#L348
+    """
+    if layers == 1:
+        return (depth // 2,)
+    return tuple(round(1 + i * (depth - 4) / (layers - 1)) for i in range(layers))
+
+
+def _guesses(config: Config, hints: Hints, names: Names) -> Sequence[Candidate]:
+    depth, layers = _depth(config, hints), config.get("num_hidden_layers")
+    known = depth is not None and isinstance(layers, int) and 0 < layers <= MAX_LAYERS and depth > 4
+    return [Candidate(guessed(depth or 0, layers or 0) if known else None, "what z-lab's code and SGLang take for it")]
+
+
+def _room(tensors: Names, values: Config) -> int | None:
+    fc, width = tensors.get("fc.weight") or tensors.get("context_proj.weight"), values.get("target_hidden")
+    return min(max(fc.shape[1] // width, 1), MAX_LAYERS) if fc and len(fc.shape) == 2 and width else None
+
+
+# What is one, and what is a relative
+
+
+def said_to_be(config: Config) -> str:
+    """Return what a config says that it is, in lower case: its class, its type, and the kind of its projector."""
+    projector: Json = config.get(NESTED)
+    kind = projector.get("projector_type") if isinstance(projector, Mapping) else ""
+    return f"{architectures(config)} {config.get('speculators_model_type')} {kind}".lower()
+
+
+def _states_anchor(config: Config) -> bool:
+    shift = next(key for key in KEYS if key.field == "shift")
+    return any(find(config, name) not in (ABSENT, None) for name in shift.names + shift.also)
+
+
+def anchor(config: Config) -> dict[str, Any]:
+    """Return whether a drafter samples from the anchor, as its class says it, if no key of its config does.
+
+    DeepSpec gives its DFlash drafters, which do, the class of DSpark and a Markov head of rank 0:
+    https://github.com/vllm-project/vllm/issues/49614
+    """
+    if _states_anchor(config):
+        return {}
+    said = said_to_be(config)
+    if "dspark" in said:
+        return {ANCHOR: True}
+    # A Markov head belongs to a drafter that samples from the anchor, and this class name to one that does not.
+    return {ANCHOR: False} if "dflash" in said and not _stated(config, "markov_rank") else {}
+
+
+# Of the backbone, outside the layers: in an Eagle3 head the norm of the states is inside the layer.
+_NORM = re.compile(r"(?:^|\.)(?:hidden_norm|context_norm)\.weight$")
+_IN_LAYER = re.compile(r"(?:^|\.)(?:midlayer|layers)\.")
+SIGNS = ("fc.weight", "context_proj.weight")
+
+
+def _looks_like(names: Names) -> bool:
+    """Return whether tensor names are a block drafter's, under any prefix."""
+    outside = [name for name in names if not _IN_LAYER.search(name)]
+    return (
+        any(name.endswith(SIGNS) for name in outside)
+        and any(map(_NORM.search, outside))
+        and any(name.endswith(".self_attn.k_norm.weight") for name in names)
+    )
+
+
+def _marks(config: Config, names: Names) -> bool:
+    said = said_to_be(config)
+    return NESTED in config or "dflash" in said or "dspark" in said or _looks_like(names)
+
+
+def _says(word: str) -> Callable[[Config, Names], bool]:
+    return lambda config, _: word in said_to_be(config)
+
+
+NOT_YET = "Serve it with the engine that it was made for; kconv does not support these."
+RELATIVES = (
+    Kind(
+        "DFlash2",
+        "a DFlash2 draft (with convolutions and a candidate selector), not a DFlash drafter",
+        NOT_YET,
+        lambda config, names: (
+            "dflash2" in said_to_be(config)
+            or any(".attention_conv." in name or name.startswith("candidate_selector.") for name in names)
+        ),
+    ),
+    Kind(
+        "Domino",
+        "a Domino draft (a block drafter with a recurrent head), not a DFlash drafter",
+        NOT_YET,
+        lambda config, names: "domino" in said_to_be(config) or any(name.startswith("prefix_gru.") for name in names),
+    ),
+    Kind("XPress", "an XPress draft, not a DFlash drafter", NOT_YET, _says("xpress")),
+    Kind("JetSpec", "a JetSpec draft, not a DFlash drafter", NOT_YET, _says("jetspec")),
+    Kind(
+        "DSpark of Kimi-K3",
+        "a DSpark draft with latent attention, for Kimi-K3",
+        NOT_YET,
+        lambda config, names: (
+            _marks(config, names)
+            and ("kimik3" in said_to_be(config) or bool(config.get("kv_lora_rank")))
+        ),
+    ),
+    Kind(
+        "DSpark of DeepSeek-V4",
+        "a DSpark draft of DeepSeek-V4, which is part of its target",
+        "Serve the target with the engine's own dspark method; kconv has nothing to convert.",
+        lambda config, names: "dspark_target_layer_ids" in config and any(name.startswith("mtp.") for name in names),
+    ),
+)  # fmt: skip
+
+
+# What files leave open
+
+FACTS = {
+    fact.name: fact
+    for fact in (
+        Fact(
+            "captured",
+            UNDECIDED,
+            hint="captured",
+            line="captured",
+            read=lambda spec: spec.captured,
+            candidates=_guesses,
+            words="outputs of layers {}",
+            beside={"captured_are": "outputs"},
+        ),
+        Fact(
+            "rope_theta",
+            "K162",
+            hint="rope_theta",
+            line="rope",
+            read=lambda spec: spec.rope.theta,
+            candidates=lambda config, hints, names: [
+                Candidate(DEFAULT_THETA, "the default of Qwen3Config"),
+                Candidate(BASES[-1], "vLLM's default for this family"),
+            ],
+            stated=states_theta,
+        ),
+        Fact(
+            MASK,
+            "K501",
+            hint="mask_token",
+            line="block",
+            read=lambda spec: spec.mask,
+            candidates=lambda config, hints, names: [
+                Candidate(None, "the id of the tokenizer's mask token, if it was trained with one"),
+                Candidate(config.get("vocab_size"), "what SGLang takes for it, if the tokenizer has no mask token"),
+            ],
+            stated=lambda config: _stated(config, MASK) is not None,
+            fills=True,
+            words="mask token {}",
+        ),
+        Fact(
+            ANCHOR,
+            "K502",
+            hint="sample_from_anchor",
+            line="block",
+            read=lambda spec: spec.shift,
+            candidates=lambda config, hints, names: [
+                Candidate(True, "DSpark: the anchor's slot predicts too"),
+                Candidate(False, "DFlash: the anchor's slot predicts nothing"),
+            ],
+            stated=_states_anchor,
+            fills=True,
+            words="sample from the anchor: {}",
+        ),
+        Fact(
+            "num_hidden_layers",
+            TARGETS_DEPTH,
+            hint="layers",
+            line="layers",
+            read=lambda spec: spec.layers,
+            candidates=lambda config, hints, names: [Candidate(stored_layers(names), "the number stored")],
+        ),
+    )
+}
+
+
+def _lines(spec: DFlashSpec) -> dict[str, str]:
+    where = "the anchor's slot too" if spec.shift else "all but the anchor's slot"
+    see = "causal" if spec.causal else "bidirectional"
+    markov = f"Markov head {spec.markov.kind} of rank {spec.markov.rank}" if spec.markov.rank else "no Markov head"
+    reads = " (with the Markov embedding)" if spec.confidence.with_markov else ""
+    confidence = f"confidence head{reads}" if spec.confidence.present else "no confidence head"
+    return {
+        "variant": f"{'DSpark' if spec.is_dspark else 'DFlash'}: {markov}, {confidence}",
+        "block": f"{spec.block} slots, {see}, mask token {spec.mask}; {where}: drafts up to {spec.places} tokens",
+    }
+
+
+def _rules() -> tuple[Rule[Any], ...]:
+    from ..checkpoint.header import FLOAT_DTYPES
+    from ..rule import Found, Rule
+
+    def special(subject: Any) -> list[Found]:
+        if subject.spec is None:
+            return []
+        found: list[Found] = []
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            ids = subject.flat.get(name)
+            if subject.spec.mask in (ids if isinstance(ids, list) else [ids]):
+                found.append(Found(f"config.json: {MASK}", f"the mask token {subject.spec.mask} is {name} too"))
+        return found
+
+    def last(subject: Any) -> list[Found]:
+        depth = subject.target.layers if subject.target else subject.flat.get("num_target_layers")
+        if subject.captured is None or depth == len(subject.captured) or subject.captured[-1] != (depth or 0) - 1:
+            return []
+        what = f"it reads the output of layer {subject.captured[-1]}, the target's last one"
+        return [Found("config.json: target_layer_ids", what)]
+
+    def renamed(subject: Any) -> list[Found]:
+        if subject.spec is None or subject.layout is None or not subject.spec.is_dspark:
+            return []
+        named = architectures(subject.config)
+        if "dflash" not in named.lower() or "dspark" in named.lower():
+            return []
+        has = "a Markov head" if subject.spec.markov.rank else "no Markov head"
+        return [Found("config.json: architectures", f"{named}, but it samples from the anchor and has {has}")]
+
+    def dtype(subject: Any) -> list[Found]:
+        stated = {name: subject.config.get(name) for name in ("dtype", "torch_dtype")}
+        return [
+            Found(f"config.json: {name}", f"{value!r} is no dtype")
+            for name, value in stated.items()
+            if value is not None and str(value).removeprefix("torch.") not in FLOAT_DTYPES
+        ]
+
+    return (
+        Rule(
+            "K501",
+            "mask-token-unstated",
+            "undecided",
+            "The config does not state the mask token. SGLang takes the tokenizer's, or an untrained row.",
+            fix="State mask_token_id as it was trained.",
+            seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/speculative/dflash_utils.py",
+            says_fix=True,
+        ),
+        Rule(
+            "K502",
+            "anchor-unstated",
+            "undecided",
+            "Nothing says whether the anchor's slot predicts a token. Read otherwise, the drafts are one place off.",
+            fix="State sample_from_anchor as it was trained.",
+            seen_in="https://github.com/vllm-project/vllm/issues/56792",
+            says_fix=True,
+        ),
+        Rule(
+            "K503",
+            "mask-token-outside",
+            "error",
+            "The mask token has no row in the embedding.",
+            fix="Correct mask_token_id.",
+            says_fix=True,
+        ),
+        Rule(
+            "K504",
+            "mask-embedding-file",
+            "error",
+            "The mask's embedding is in a file of its own, which a copy would leave out.",
+            fix="Serve the folder as it is.",
+            says_fix=True,
+        ),
+        Rule(
+            "K505",
+            "mask-token-special",
+            "warning",
+            "The mask token is the token that begins, ends or pads a text. Few drafters are trained so.",
+            fix="Compare mask_token_id with the training config. With another token almost nothing is accepted.",
+            check=special,
+        ),
+        Rule(
+            "K506",
+            "last-layer-captured",
+            "warning",
+            "The last layer's output is captured. DeepSpec and Automodel take it after the final norm, others before.",
+            fix="Serve it with an engine that takes the state as its trainer did.",
+            seen_in="https://github.com/NVIDIA-NeMo/Automodel/pull/3082",
+            check=last,
+        ),
+        Rule(
+            "K507",
+            "dspark-named-dflash",
+            "error",
+            "It samples from the anchor, but its class is that of drafters that do not. Engines serve it as DFlash,"
+            " in the wrong slots and without its Markov head: 1.27 tokens a step for 2.29, measured with SGLang.",
+            fix="Convert it (kconv to-vllm, to-sglang or to-trtllm), which names the class.",
+            seen_in="https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/export/plugins/hf_spec_export.py",
+            check=renamed,
+        ),
+        Rule(
+            "K508",
+            "dtype-not-one",
+            "error",
+            'A dtype of the config is none. ModelOpt writes "None" if it exports without a dtype; SGLang fails on it.',
+            fix="State the weights' dtype, or export again with one.",
+            seen_in="https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/export/plugins/hf_spec_export.py",
+            check=dtype,
+        ),
+    )
+
+
+def _load(spec: DFlashSpec, weights: Mapping[str, Tensor]) -> RunningDrafter:
+    raise LayoutCannot(
+        "kconv does not draft with a DFlash drafter yet, so nothing can be measured",
+        fix="Check its files (kconv validate without --prompts and --states), and measure it in an engine.",
+    )
+
+
+DFLASH = Drafter(
+    name="dflash",
+    title="DFlash drafter",
+    lead="A DFlash or DSpark drafter",
+    spec=DFlashSpec,
+    slots=SLOTS,
+    dims=dims,
+    marks=_marks,
+    signs=SIGNS,
+    captured=read_captured,
+    room=_room,
+    load=_load,
+    keys=KEYS,
+    attention={Gqa: GQA},
+    parts={"markov": Markov, "confidence": Confidence},
+    nested=NESTED,
+    fixed=FIXED,
+    elsewhere=ELSEWHERE,
+    check_keys=_check_keys,
+    facts=FACTS,
+    relatives=RELATIVES,
+    looks_like=_looks_like,
+    lines=_lines,
+    rules=_rules,
+)
