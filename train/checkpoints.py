@@ -52,10 +52,7 @@ LONGEST = 255
 
 
 def workplace(out: Path) -> Path:
-    """Return the folder of a run's checkpoints: `.NAME.training` next to its output.
-
-    If the name is too long for that, it is shortened and a digest of it added.
-    """
+    """Return the folder of a run's checkpoints: `.NAME.training` next to its output, shortened if it is too long."""
     name = f".{out.name}.training"
     if len(os.fsencode(name)) > LONGEST:
         name = f".{out.name[:40]}-{hashlib.sha256(os.fsencode(out.name)).hexdigest()[:16]}.training"
@@ -64,12 +61,7 @@ def workplace(out: Path) -> Path:
 
 @contextmanager
 def hold(out: Path) -> Iterator[Path]:
-    """Yield the folder of an output's checkpoints; the first of a run's processes locks it against other runs.
-
-    Raises:
-        OutputExists: something exists at `out`, or another run is using it.
-        OutputFailed: the folder cannot be created.
-    """
+    """Yield the folder of an output's checkpoints; the first of a run's processes locks it against other runs."""
     work = workplace(out)
     if int(os.environ.get("RANK", "0")):
         refuse_existing(out)
@@ -116,16 +108,7 @@ def writing_checkpoint(work: Path) -> Iterator[None]:
 
 
 def claim(work: Path, key: str, world: int) -> None:
-    """Create a run's folder, or reuse the one that the same run left.
-
-    Args:
-        work: the folder of its checkpoints.
-        key: identifies everything that determines the run's result.
-        world: the number of processes; a checkpoint holds each one's random state.
-
-    Raises:
-        OutputExists: it holds another run's checkpoints, or this run's with another number of processes.
-    """
+    """Create a run's folder, or reuse what the same run left; a checkpoint holds the random state of each process."""
     work.mkdir(parents=True, exist_ok=True)
     record = work / RUN
     if not record.exists():
@@ -149,16 +132,7 @@ def claim(work: Path, key: str, world: int) -> None:
 
 
 def write_head(model: nn.Module, folder: Path, step: int) -> None:
-    """Write the head's weights; each process must call this, and writes a part.
-
-    Args:
-        model: ModelOpt's Eagle model, which may be distributed over processes.
-        folder: the checkpoint's.
-        step: the step that produced them.
-
-    Raises:
-        TrainingFailed: a weight is NaN or Inf.
-    """
+    """Write the head's weights, but not NaN or Inf; each process must call this, and writes a part."""
     state = _head(model)
     broken = [name for name, tensor in state.items() if not torch.isfinite(_local(tensor)).all()]
     if broken:
@@ -171,11 +145,7 @@ def write_head(model: nn.Module, folder: Path, step: int) -> None:
 
 
 def load_head(model: nn.Module, folder: Path) -> None:
-    """Load a checkpoint's weights into ModelOpt's Eagle model, which may be distributed over processes.
-
-    Raises:
-        TrainingFailed: they belong to another head.
-    """
+    """Load a checkpoint's weights into ModelOpt's Eagle model, which may be distributed over processes."""
     _load(_head(model), folder / HEAD)
 
 
@@ -206,7 +176,6 @@ def _head(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of an optimizer's state by parameter and kind."""
     return {f"{name}.{what}": value for name, held in state["state"].items() for what, value in held.items()}
 
 

@@ -1,7 +1,4 @@
-"""Training data for a head, as rows of token ids.
-
-They come from dialogues and texts (see `targets.dialogues`), or from stored states.
-"""
+"""Training data for a head, as rows of token ids, from dialogues and texts or from stored states."""
 
 from __future__ import annotations
 
@@ -36,10 +33,7 @@ from ..targets.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Prepared:
-    """Training rows, evaluation rows, their description for the manifest, and the training prompts.
-
-    Prompts are named by their digests.
-    """
+    """Training rows, evaluation rows, their description for the manifest, and the training prompts' digests."""
 
     text: Rows
     unseen: Rows
@@ -57,14 +51,7 @@ class SpanReader(Protocol):
 
 @dataclass(frozen=True)
 class Placed:
-    """Rows of stored sequences.
-
-    Attributes:
-        rows: the rows.
-        places: for each row, its consecutive spans.
-        states: gives the states of a span.
-        prompts: returns the prompts' digests.
-    """
+    """Rows of stored sequences, with the consecutive spans of each; `prompts` returns their prompts' digests."""
 
     rows: TextRows
     places: Sequence[tuple[Span, ...]]
@@ -92,16 +79,10 @@ def prepare_dialogues(
     revision: str | None,
     pack: bool = False,
 ) -> Prepared:
-    """Read and encode a file or dataset.
+    """Read and encode a JSONL file or a dataset.
 
-    Args:
-        name: a JSONL file, or a dataset's id.
-        tokenizer: the target's.
-        seq: tokens per row.
-        held_out: another file or dataset for evaluation; otherwise one sample of `name` in fifty is held out, chosen by
-            its tokens' digest, so that the choice depends on nothing else.
-        split, revision: of a dataset.
-        pack: whether to put several samples into a training row.
+    `held_out` is another one for evaluation. Without it one sample in fifty is held out, chosen by its tokens' digest,
+    so that the choice depends on nothing else.
 
     Raises:
         TrainingDataInvalid: it cannot be read, or a row of `held_out` is also a training row.
@@ -151,11 +132,8 @@ def place_sequences(
     Each process has its own rows, from consecutive sequences, so that it reads only a few files.
 
     Args:
-        states: the stored states.
         seq: tokens per row; a shorter row is padded and masked.
         held_out: return the evaluation rows instead of the training rows: those of one prompt in fifty.
-        pack: whether to put several sequences into a row.
-        processes: number of processes that share the rows.
 
     Raises:
         TrainingDataInvalid: there are too few rows.
@@ -216,15 +194,8 @@ Piece = tuple[Tensor, Tensor]
 def pack_samples(samples: Iterable[Sample], seq: int, *, pack: bool = False) -> Rows:
     """Arrange samples in rows of one length: split longer ones into several rows, pad shorter ones.
 
-    Padding comes at the end and is masked; a causal model's states before it do not depend on it.
-
-    Args:
-        samples: the samples to arrange.
-        seq: tokens per row.
-        pack: whether to put several of them into a row.
-
-    Returns:
-        The rows, without those in which no token counts.
+    Padding comes at the end and is masked; a causal model's states before it do not depend on it. Rows in which no
+    token counts are left out.
     """
     # A draft starts after the answer's first token, which the target's prefill gives.
     pieces = [
@@ -257,17 +228,7 @@ def lay_out(pieces: Sequence[Piece], rows: Sequence[Sequence[int]], seq: int, *,
 
 
 def cut_windows(text: Tensor, seq: int, count: int, seed: int) -> Tensor:
-    """Return `count` windows of a text, without overlap and in random order: `[count, seq]`.
-
-    Args:
-        text: [N] token ids.
-        seq: tokens per window.
-        count: how many.
-        seed: of the choice and the order.
-
-    Raises:
-        RecipeInvalid: the text has fewer.
-    """
+    """Return `count` windows of a text [N], without overlap and in random order: `[count, seq]`."""
     whole = len(text) // seq
     if whole < count:
         raise RecipeInvalid(
@@ -285,12 +246,7 @@ def map_draft_vocab(counts: Tensor, size: int, specials: Sequence[int] = ()) -> 
 
     Args:
         counts: how often the text has each id of the target's vocabulary, [vocab].
-        size: rows of the draft vocabulary.
         specials: ids that are kept whatever their frequency.
-
-    Raises:
-        RecipeInvalid: the text has fewer distinct tokens.
-        ConfigInvalid: there are more special tokens than that.
     """
     counts = counts.clone()
     counts[list(specials)] += 1
@@ -324,19 +280,12 @@ class TextRows(Protocol):
     def own(self, rank: int, processes: int, batch: int = 1) -> Tensor:
         """Return the numbers of a process's rows, [n] int64: equally many for each process, in whole batches.
 
-        Args:
-            rank: the process.
-            processes: their number; rows without shares are dealt out in turn.
-            batch: rows of one process in a batch.
+        Rows without shares are dealt out in turn.
         """
         ...
 
     def take(self, rows: Tensor) -> Rows:
-        """Return some rows [n], in this order.
-
-        Raises:
-            StatesInvalid: they cannot be read.
-        """
+        """Return some rows [n], in this order."""
         ...
 
     def count(self, vocab: int) -> Tensor:
@@ -363,21 +312,17 @@ class Rows:
 
     @property
     def shares(self) -> list[range]:
-        """See `TextRows.shares`."""
         return divide(len(self.ids), self.processes or 1)
 
     @property
     def usable(self) -> int:
-        """See `TextRows.usable`."""
         return _usable(self.shares)
 
     @property
     def size(self) -> int:
-        """See `TextRows.size`."""
         return self.ids.numel()
 
     def own(self, rank: int, processes: int, batch: int = 1) -> Tensor:
-        """See `TextRows.own`."""
         count = len(self.ids)
         shares = (
             self.shares
@@ -391,27 +336,19 @@ class Rows:
         return _own(shares, rank, batch)
 
     def take(self, rows: Tensor) -> Rows:
-        """See `TextRows.take`."""
         documents = None if self.documents is None else self.documents[rows]
         return Rows(self.ids[rows], self.mask[rows], documents)
 
     def count(self, vocab: int) -> Tensor:
-        """See `TextRows.count`."""
         return self.ids[self.mask].bincount(minlength=vocab)
 
     def digests(self) -> list[str]:
-        """See `TextRows.digests`."""
         tensors = [self.ids, self.mask, *([] if self.documents is None else [self.documents])]
         return [hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest() for tensor in tensors]
 
 
 class TableRows:
-    """Rows of a table in the index of stored states, divided among processes.
-
-    Args:
-        table: the table.
-        processes: number of processes.
-    """
+    """Rows of a table in the index of stored states, divided among processes."""
 
     def __init__(self, table: RowTable, processes: int) -> None:
         self._table = table
@@ -419,20 +356,16 @@ class TableRows:
 
     @property
     def usable(self) -> int:
-        """See `TextRows.usable`."""
         return _usable(self.shares)
 
     @property
     def size(self) -> int:
-        """See `TextRows.size`."""
         return len(self._table) * self._table.seq
 
     def own(self, rank: int, processes: int, batch: int = 1) -> Tensor:
-        """See `TextRows.own`."""
         return _own(self.shares, rank, batch)
 
     def take(self, rows: Tensor) -> Rows:
-        """See `TextRows.take`."""
         taken = [self._table.read_row(row).parts for row in rows.tolist()]
         pieces = [(ids.long(), mask) for parts in taken for ids, mask in parts]
         ends = [*accumulate(map(len, taken), initial=0)]
@@ -444,7 +377,6 @@ class TableRows:
         return read_counts(self._table.states, self._table.rows)
 
     def digests(self) -> list[str]:
-        """See `TextRows.digests`."""
         index = self._table.states.record.index
         return [index.sha256 if index else "", self._table.name]
 

@@ -32,7 +32,6 @@ LOGIT_BYTES = 256 << 20
 
 
 def spec_of(recipe: EagleRecipe, target: TargetConfig) -> HeadSpec:
-    """Return the spec of a recipe's head, for a target."""
     return HeadSpec(
         attention=recipe.attention,
         hidden=target.hidden,
@@ -55,13 +54,9 @@ def _one_or_more(eos: tuple[int, ...]) -> int | tuple[int, ...] | None:
 
 
 def draft_head(state: Mapping[str, Tensor], model: EagleModel, spec: HeadSpec) -> DraftHead:
-    """Return kconv's forward over the head's current weights.
+    """Return kconv's forward over the whole state of ModelOpt's `eagle_module`.
 
-    Args:
-        state: of ModelOpt's `eagle_module`, whole.
-        model: ModelOpt's Eagle model, for the embedding and output matrix that the head shares with its target; the
-            head uses its device.
-        spec: the head's.
+    The model gives the device, and the embedding and output matrix that the head shares with its target.
     """
     shared = {"embed_tokens": model._base_model_embeddings.weight, "lm_head": model._base_model_lm_head.weight}
     weights = {slot: whole_tensor(weight) for slot, weight in shared.items()}
@@ -78,20 +73,15 @@ def draft_head(state: Mapping[str, Tensor], model: EagleModel, spec: HeadSpec) -
 def evaluate(
     model: EagleModel, head: DraftHead, unseen: Feed, recipe: EagleRecipe, gather: Callable[[list[Any]], list[Any]]
 ) -> dict[str, float]:
-    """Measure a head on batches that it never trains on.
+    """Measure a head on batches that it never trains on; positions outside the loss mask do not count.
 
     Args:
-        model: ModelOpt's Eagle model, unwrapped.
-        head: kconv's forward of its head.
-        unseen: the batches; positions outside the loss mask do not count.
-        recipe: the head's; K is its `ttt_steps`.
         gather: returns the items of all processes, each of which measured the head on equally many batches of its own.
 
     Returns:
         `loss`: the training loss, nats, summed over the draft steps with the recipe's decay; `top1_k`: share of
-        positions where step k's most likely token is the target's; `acceptance`: sampled acceptance length at K,
-        including the bonus token;
-        `rate_k`: share of drafts accepted up to position k.
+        positions where step k's most likely token is the target's; `acceptance`: sampled acceptance length at K =
+        `ttt_steps`, including the bonus token; `rate_k`: share of drafts accepted up to position k.
     """
     steps = recipe.ttt_steps
     found: list[tuple[Tensor, Tensor, Acceptance]] = []
@@ -147,16 +137,7 @@ def _to(value: Any, device: torch.device) -> Any:
 
 
 def draw_curves(file: Path, history: Sequence[Mapping[str, Any]], steps: int) -> None:
-    """Plot the loss of each logged step, and the evaluations' figures.
-
-    Args:
-        file: the PNG to write.
-        history: the Trainer's log.
-        steps: K, draft steps.
-
-    Raises:
-        ImportError: matplotlib is not installed; it comes with kconv[plots].
-    """
+    """Plot the loss of each step that the Trainer logged, and the evaluations' figures, as a PNG."""
 
     def series(key: str) -> tuple[list[int], list[float]]:
         rows = [row for row in history if key in row]

@@ -47,13 +47,7 @@ class StatesSource(Protocol):
 
 
 class Online:
-    """The target itself, in memory.
-
-    Args:
-        target: a whole target, on the device that trains.
-        captured: the layers that the head reads.
-        documents: of packed rows, see `Rows`; the target runs over each one separately.
-    """
+    """The target itself, in memory, on the device that trains; it runs over each of packed `documents` separately."""
 
     ahead = False
 
@@ -61,7 +55,6 @@ class Online:
         self._target, self._captured, self._documents = target, captured, documents
 
     def read(self, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """See `StatesSource.read`."""
         return self._run(ids) if self._documents is None else self._run_packed(ids, self._documents[rows])
 
     def _run(self, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,19 +71,13 @@ class Online:
 
 
 class Kept:
-    """States that are kept for later passes over the same rows, as far as there is room.
-
-    Args:
-        states: the source.
-        room: bytes to keep; beyond that, states are requested again.
-    """
+    """States that are kept for later passes over the same rows, up to `room` bytes; others are requested again."""
 
     def __init__(self, states: StatesSource, room: int = KEEP) -> None:
         self.ahead, self._states, self._room = states.ahead, states, room
         self._kept: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
     def read(self, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """See `StatesSource.read`."""
         key = tuple(rows.tolist())
         if key not in self._kept:
             states = self._states.read(rows, ids)
@@ -103,11 +90,7 @@ class Kept:
 
 
 class Shared:
-    """States that are all in memory, or in a file that several processes map.
-
-    Args:
-        captured, hidden: of all rows, [N, T, A * H] and [N, T, H].
-    """
+    """States that are all in memory, or in a file that several processes map: [N, T, A * H] and [N, T, H]."""
 
     ahead = False
 
@@ -115,7 +98,6 @@ class Shared:
         self._captured, self._hidden = captured, hidden
 
     def read(self, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """See `StatesSource.read`."""
         return self._captured[rows], self._hidden[rows]
 
 
@@ -128,24 +110,12 @@ def keep_read_again(text: StatesSource, unseen: StatesSource, recipe: EagleRecip
 def online_states(
     target: CausalLM, recipe: EagleRecipe, documents: Tensor | None = None
 ) -> tuple[StatesSource, StatesSource]:
-    """Return a target's states for training and for evaluation; those that are read again are kept.
-
-    Args:
-        target: as in `Online`.
-        recipe: the head's.
-        documents: of the training rows, if they are packed.
-    """
+    """Return a target's states for training and for evaluation; those that are read again are kept."""
     return keep_read_again(Online(target, recipe.captured, documents), Online(target, recipe.captured), recipe)
 
 
 class Offline:
-    """States on disk, or from a server.
-
-    Args:
-        states: gives the stored or served states of a span.
-        places: for each row, its spans.
-        spread: maps a function over spans, in parallel if a server returns them.
-    """
+    """States on disk, or from a server, whose spans `spread` requests in parallel."""
 
     ahead = True
 
@@ -175,13 +145,10 @@ def _padded(states: Tensor, length: int) -> Tensor:
 
 
 class Feed(Dataset[Batch]):
-    """Rows of a text in batches.
+    """Rows of a text in batches; rows that do not fill a batch are omitted.
 
     Args:
-        rows: the rows.
-        batch: rows per batch; rows that do not fill a batch are omitted.
-        states: the target's, over these rows.
-        dtype: the dtype of the returned states, whatever they were stored in.
+        dtype: of the returned states, whatever they were stored in.
         own: numbers of the rows to return, [n] int64; None for all of them.
     """
 

@@ -50,13 +50,6 @@ def generate(
     that the server separated from an answer is stored next to it, as "reasoning_content". Prompts that already have an
     answer in `out` are skipped, so a stopped run resumes; failed ones are tried again.
 
-    Args:
-        prompts: the prompts.
-        client: of the server.
-        options: how to sample.
-        out: a JSONL file, to which lines are added.
-        progress: called with the counts so far.
-
     Returns:
         How many prompts were answered, failed, or skipped; they add up to all of them.
 
@@ -139,11 +132,7 @@ def _put_in_order(out: Path, prompts: Sequence[Prompt]) -> None:
 
 
 def _answered(out: Path) -> set[str]:
-    """Return the digests of the prompts with an answer in a file; the beginning of an answer at its end is removed.
-
-    Raises:
-        PromptsInvalid: the file holds something else; it stays as it is.
-    """
+    """Return the digests of the prompts with an answer in a file; the beginning of an answer at its end is removed."""
     fix = "Choose another file."
     *lines, last = read_bounded(out, PromptsInvalid, limit=MAX_LINES, fix=fix).split(b"\n")
     try:
@@ -203,11 +192,7 @@ def _ask(client: Client, options: GenerateOptions, prompt: Prompt) -> dict[str, 
 
 
 def _read_answer(reply: Reply) -> tuple[dict[str, str], str]:
-    """Return content and reasoning of a reply, and why it ended.
-
-    Raises:
-        EngineFailed: it is not a chat completion.
-    """
+    """Return content and reasoning of a reply, and why it ended."""
     try:
         choice = parse_json(reply.data)["choices"][0]
         message, reason = choice["message"], choice["finish_reason"]

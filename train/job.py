@@ -50,12 +50,7 @@ def place() -> tuple[int, int]:
 
 
 def check_processes(batch: int, *, shard: bool) -> None:
-    """Raise RecipeInvalid if this process belongs to a group that cannot share a run.
-
-    Args:
-        batch: the recipe's, rows.
-        shard: whether the head is distributed over them.
-    """
+    """Raise RecipeInvalid if this process belongs to a group that cannot share a run."""
     world = place()[1]
     if batch % world:
         raise RecipeInvalid(
@@ -75,7 +70,6 @@ def can_shard() -> bool:
 
 
 def refuse_sharding() -> NoReturn:
-    """Raise the error that refuses --shard."""
     raise RecipeInvalid(
         "--shard needs GPUs and torchrun",
         fix="Remove --shard. Each process then holds a copy, and they share the batches.",
@@ -91,7 +85,6 @@ class TrainJob:
 
     Attributes:
         target: a folder with the target's config and tokenizer; only `states` loads its layers.
-        recipe: how to train.
         text, unseen: the training rows, and the evaluation rows.
         states: returns the target's states for the two, when training begins.
         data: a description of the rows' origin, for the manifest.
@@ -137,9 +130,8 @@ def draft_coverage(job: TrainJob) -> Coverage | None:
     """Return how much of the training text the head can draft; None if it drafts the whole vocabulary.
 
     Raises:
-        RecipeInvalid, ConfigInvalid: the text has too few distinct tokens for the draft vocabulary, or the vocabulary
-            is too
-        small for the special tokens.
+        RecipeInvalid: the text has too few distinct tokens for the draft vocabulary.
+        ConfigInvalid: the draft vocabulary is too small for the special tokens.
     """
     if job.recipe.draft_vocab is None:
         return None
@@ -188,14 +180,13 @@ def prepare_job(
 
     Args:
         target: the target; for a hub id the whole model is downloaded if it is run here, otherwise only its ends.
-        values: the recipe, as in `recipe.complete`.
-        options: the data, or the states instead of it, and how to save and watch the run.
         connect: returns the target in a server, from its config and the dtype of its states; None to run it here.
-        init_from: a head whose weights training starts from, in any layout.
 
     Raises:
         ValueError: neither `data` nor `states` is given, or both.
-        RecipeInvalid, LayoutCannot, ConfigInvalid: see `check_job`.
+        RecipeInvalid: the recipe is invalid, or does not fit the target or the number of processes.
+        LayoutCannot: no engine could load the head.
+        ConfigInvalid: the head to continue from does not state what the trained one's config would.
         TrainingDataInvalid, StatesInvalid: the data or the states are unusable.
     """
     if (options.data is None) == (options.states is None):
@@ -221,20 +212,7 @@ def prepare_job(
 
 
 def check_job(values: Mapping[str, Any], config: TargetConfig, init_from: Head | None, *, shard: bool = False) -> None:
-    """Raise the errors that a job must fail with whatever its data, since data and weights may take hours.
-
-    Args:
-        values: the recipe, as in `recipe.complete`.
-        config: the target's.
-        init_from: a head to continue from.
-        shard: whether the head is distributed over the processes.
-
-    Raises:
-        RecipeInvalid: the recipe is invalid, or does not fit the target or the number of processes.
-        LayoutCannot: no engine could load the head.
-        ConfigInvalid: the head to continue from does not state what the trained one's config would; see
-            `refuse_unstated`.
-    """
+    """Raise the errors that a job must fail with whatever its data, since data and weights may take hours."""
     # Imported here: convert.config cannot be imported before convert.read.
     from ..convert.config import refuse_unstated
 
@@ -253,19 +231,7 @@ def online_job(
     options: TrainOptions,
     init_from: Head | None,
 ) -> TrainJob:
-    """Return a job that runs the target over dialogues or texts.
-
-    Args:
-        target: its folder.
-        config: the target's.
-        tokenizer: the target's.
-        values: the recipe, as in `recipe.complete`.
-        options: of the training data.
-        init_from: a head to continue from.
-
-    Raises:
-        TrainingDataInvalid, RecipeInvalid: the data or the recipe is invalid.
-    """
+    """Return a job that runs the target over dialogues or texts."""
     check_job(values, config, init_from)
     prepared = prepare_dialogues(
         options.data or "",
@@ -300,10 +266,7 @@ def offline_job(
     """Return a job that reads the target's states from `folder`, written by kconv states.
 
     Captured layers that the recipe does not state come from the states. `ends` are the target's; by default they are in
-    its folder. Other arguments and errors as in `online_job`.
-
-    Raises:
-        StatesInvalid: they come from another target, or lack a layer that the recipe captures.
+    its folder.
     """
     stored = open_states(folder, config=config)
     if init_from is None:
@@ -337,15 +300,7 @@ def streamed_job(
 ) -> TrainJob:
     """Return a job whose states come from a server during training; the rows equal those of stored states.
 
-    Args:
-        runner: the target in a server.
-        options: of the training data; `held_out` is ignored.
-
-    Other arguments as in `offline_job`.
-
-    Raises:
-        TrainingDataInvalid, RecipeInvalid: the data or the recipe is invalid.
-        TargetInvalid: a layer cannot be captured.
+    The options' `held_out` is ignored.
     """
     check_job(values, config, init_from)
     spec, own = init_from.spec if init_from else None, ends or find_ends(Folder(target))
@@ -401,11 +356,9 @@ def _seq(values: Mapping[str, Any]) -> int:
 
 
 def record_prompts(digests: Iterable[str], init_from: Head | None) -> list[str]:
-    """Return the leading digits of prompts' digests, for the manifest.
+    """Return the leading digits of prompts' digests for the manifest, with those of the head to continue.
 
-    Args:
-        digests: of the training prompts; "" if a prompt's text is unknown.
-        init_from: a head to continue from; its training prompts count too.
+    The digest of a prompt whose text is unknown is "".
     """
     told = read_provenance(init_from.checkpoint.folder).training if init_from else None
     before = told.get("data", {}).get("prompts", ()) if told else ()
@@ -420,12 +373,6 @@ def choose_layout(spec: HeadSpec) -> Layout:
     """Return the layout to write a head in: TensorRT-LLM's, or vLLM's if only vLLM can load it.
 
     Checked before training, so that no head is trained that could not be written.
-
-    Args:
-        spec: the head's.
-
-    Raises:
-        LayoutCannot: neither can load it; the message gives vLLM's reason.
     """
     refused: list[Limit] = []
     for name in ORDER:

@@ -13,8 +13,7 @@ Kimi-K2's dims tens of gigabytes for a row of 4,096 tokens. The replacements her
 * masks that keep attention, draft chains and loss inside a document, so that a packed row has the same loss as its
   documents separately.
 
-`plan` counts what is kept per token; scripts/bench train-memory measures the peak. The layout of draft steps is
-ModelOpt's own; `module` describes it.
+scripts/bench train-memory measures the peak. The layout of draft steps is ModelOpt's own.
 """
 
 from __future__ import annotations
@@ -108,11 +107,8 @@ def attend(
     https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/speculative/utils.py#L556-L567
 
     Args:
-        module: the attention, passed by transformers.
         query: [B, heads, T, D].
         key, value: of each draft step so far, [B, key heads, T, D or the values' width].
-        documents: used instead of a mask.
-        scaling: of the scores.
     """
     step, found = len(key) - 1, []
     for lot, first in enumerate(documents.firsts):
@@ -155,12 +151,7 @@ ALL_ATTENTION_FUNCTIONS.register(SDPA, attend)
 
 
 def make_lean(model: Any, lk_loss: float) -> None:
-    """Change ModelOpt's Eagle model in place so that it computes its loss as described in this module.
-
-    Args:
-        model: from `build_module`, with a recipe whose `kernel` is "sdpa".
-        lk_loss: its weight, the recipe's.
-    """
+    """Change ModelOpt's Eagle model in place so that it computes its loss as described above."""
     for name, method in METHODS.items():
         # Only on this object: ModelOpt's class is shared by all Eagle models.
         setattr(model, name, partial(method, model, getattr(model, name)))
@@ -172,13 +163,7 @@ def make_lean(model: Any, lk_loss: float) -> None:
 
 
 def run_lean(model: Any, inner: Any, batch: dict[str, Any]) -> Any:
-    """Run ModelOpt's forward over a batch; see `make_lean`.
-
-    Args:
-        model: the model to call: `inner`, or its wrapper that shares it among processes.
-        inner: ModelOpt's Eagle model.
-        batch: from a `Feed`; `documents` [B, T] numbers the documents of a row, -1 for padding.
-    """
+    """Run ModelOpt's forward over a batch from a `Feed`; `model` is `inner`, or what shares it among processes."""
     values = dict(batch)
     documents = values.pop("documents", None)
     if documents is None:
@@ -316,20 +301,14 @@ class _JointLoss(torch.autograd.Function):
         own: Tensor,
         *heads: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Compute the loss and its gradient.
+        """Compute the loss and its gradient; return the loss, and whether both tops are equal [K, N].
 
         Args:
-            ctx: torch's.
-            lk_loss: its weight.
             known: the target's output matrix [V, hidden] and bias, frozen.
-            own_bias: the head's, frozen.
             target: the target's final states [N, hidden].
             weights: of each draft step's loss at each token [K, N].
             own: the head's output matrix [V, hidden].
             heads: each draft step's final states [N, hidden].
-
-        Returns:
-            The loss, and whether both tops are equal [K, N].
         """
         dtype = _compute(own.device) or own.dtype
         matrix = own.to(dtype)

@@ -36,17 +36,7 @@ Progress = Callable[[int, int, float], None]
 
 
 class EagleTrainer(Trainer):
-    """Trains a head.
-
-    Args:
-        model: from `build_module`.
-        spec: the head's.
-        recipe: how to train it.
-        feeds: batches for training, and batches for evaluation.
-        work: folder of the checkpoints and logs.
-        options: how often to log, evaluate and save.
-        progress: called after each step.
-    """
+    """Trains a head on the first of two feeds, and evaluates it on the second."""
 
     def __init__(
         self,
@@ -120,10 +110,7 @@ class EagleTrainer(Trainer):
         return loss
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Measure the head on held-out text, and log the figures.
-
-        Every process measures it on its own rows, and gets the figures of all.
-        """
+        """Measure the head on held-out text, each process on its own rows, and log and return the figures of all."""
         model: Any = self.accelerator.unwrap_model(self.model)
         self.head = head_state(model)
         head = draft_head(self.head, model, self.spec)
@@ -134,10 +121,9 @@ class EagleTrainer(Trainer):
         return logged
 
     def whole(self, build: Callable[[], EagleModel]) -> EagleModel:
-        """Return ModelOpt's model with the whole head, on the CPU; training is over then.
+        """Return ModelOpt's model with the whole head, on the CPU: a new one if the trained one is distributed.
 
-        Args:
-            build: creates a model to put it into, if the trained one is distributed over processes.
+        Training is over then.
         """
         if not self.is_fsdp_enabled:
             # Heads are written from the CPU.
@@ -179,14 +165,11 @@ class EpochOrder(Sampler[int]):
     """Every batch once per pass, in an order that depends only on the seed and the pass.
 
     So the order survives a restart, and is the same on each of several processes, which have their own batches. The
-    pass is
-    queried: accelerate would report it, but not to a sampler behind the batches that a resumed run of several processes
-    skips
+    pass is queried: accelerate would report it, but not to a sampler behind the batches that a resumed run of several
+    processes skips
     (https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/data_loader.py#L622-L640).
 
     Args:
-        length: number of batches.
-        seed: of the orders.
         epoch: returns the pass that begins, from 0.
         begin: called with the order of a pass that begins.
         processes: number of processes that take turns, as accelerate has it; each batch is yielded once for each of
@@ -229,16 +212,6 @@ LAYERS = {
 
 
 def make_arguments(recipe: EagleRecipe, work: Path, options: TrainOptions) -> TrainingArguments:
-    """Return the Trainer's arguments.
-
-    Args:
-        recipe: the head's.
-        work: folder of the checkpoints and logs.
-        options: how often to log, evaluate and save.
-
-    Raises:
-        RecipeInvalid: the Trainer refuses a value.
-    """
     cuda = torch.cuda.is_available()
     # No precision here: `run_module` sets it, so that a distributed head has the same loss as an undistributed one.
     sharding = {"fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}

@@ -41,17 +41,9 @@ WEIGHTS, RECIPE = "eagle_module.safetensors", "recipe.json"
 
 
 def build_module(target: CausalLM, recipe: EagleRecipe) -> EagleModel:
-    """Turn a target, in place, into ModelOpt's Eagle model with an untrained head.
+    """Turn a target, in place, into ModelOpt's Eagle model with an untrained head, its `eagle_module`.
 
-    Args:
-        target: from `load_target`. Its layers are dropped; embedding, final norm and `lm_head` stay, frozen.
-        recipe: the head's.
-
-    Returns:
-        The same object, now ModelOpt's; its head is `eagle_module`.
-
-    Raises:
-        RecipeInvalid: the recipe does not fit the target, or ModelOpt refuses it.
+    The target's layers are dropped; embedding, final norm and `lm_head` stay, frozen.
     """
     check_fit(recipe, target.config.num_hidden_layers, target.config.vocab_size)
     settings = eagle_settings(recipe, target)
@@ -117,11 +109,9 @@ def eagle_settings(recipe: EagleRecipe, target: CausalLM) -> dict[str, Any]:
 
 
 def reduce_vocab(model: EagleModel, d2t: torch.Tensor) -> None:
-    """Set a head's draft vocabulary, and copy the target's rows of these tokens as a start.
+    """Set a head's draft vocabulary, offsets [draft_vocab] int64, and start with the target's rows of these tokens.
 
-    Args:
-        model: of a recipe with a `draft_vocab`; ModelOpt leaves its map zero and its `lm_head` random.
-        d2t: offsets, [draft_vocab] int64.
+    ModelOpt leaves its map zero and its `lm_head` random.
     """
     model.eagle_module.d2t.copy_(d2t)
     kept = d2t + torch.arange(len(d2t))
@@ -129,13 +119,7 @@ def reduce_vocab(model: EagleModel, d2t: torch.Tensor) -> None:
 
 
 def run_eagle(model: Any, batch: Mapping[str, Any], recipe: EagleRecipe) -> Any:
-    """Run ModelOpt's forward, with its matrix products in the recipe's precision.
-
-    Args:
-        model: ModelOpt's Eagle model, or its wrapper that shares it among processes.
-        batch: from a `Feed`, on the model's device.
-        recipe: the head's.
-    """
+    """Run ModelOpt's Eagle model, or what shares it among processes, with matrix products in the recipe's precision."""
     device = batch["input_ids"].device.type
     with torch.autocast(device, torch.bfloat16, enabled=recipe.compute == "BF16"):
         if recipe.kernel == "sdpa":
@@ -153,11 +137,7 @@ def offline_inputs(states: States) -> dict[str, torch.Tensor]:
 
 
 def export_module(model: EagleModel, folder: Path, recipe: EagleRecipe) -> None:
-    """Write a head as ModelOpt's exporter does: model.safetensors and config.json.
-
-    Raises:
-        TrainingFailed: ModelOpt refuses to export, or the exported config states a different RoPE.
-    """
+    """Write a head as ModelOpt's exporter does, model.safetensors and config.json, and check the RoPE it states."""
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             export_speculative_decoding(model, export_dir=folder)
@@ -179,11 +159,7 @@ def save_module(model: EagleModel, folder: Path, recipe: EagleRecipe) -> None:
 
 
 def load_module(folder: Path, target_folder: Path) -> EagleModel:
-    """Build ModelOpt's module again, with the weights that `save_module` wrote.
-
-    Args:
-        folder: the folder with them.
-        target_folder: the target that the head was trained for.
+    """Build ModelOpt's module again for the head's target, with the weights that `save_module` wrote.
 
     Raises:
         NotACheckpoint, RecipeInvalid: the folder does not hold a module.
@@ -231,10 +207,8 @@ def draft_logits(module_folder: Path, target_folder: Path, tokens: Tensor, state
 
     Args:
         module_folder: a folder that `save_module` wrote (`modelopt/` in the folder of a trained head).
-        target_folder: the target that the head was trained for.
         tokens: the text `[B, T]`; step k uses its tokens, whatever step k-1 drafted (teacher forcing).
         states: of that target, for the same tokens, with the recipe's captured layers.
-        steps: K.
 
     Returns:
         `[K, B, T', draft_vocab]` with T' = T-1-K; `result[k-1, b, t]` predicts `tokens[b, t+1+k]` given the
@@ -248,11 +222,7 @@ def draft_logits(module_folder: Path, target_folder: Path, tokens: Tensor, state
 
 
 def run_module(model: EagleModel, tokens: Tensor, states: States, steps: int) -> Tensor:
-    """Run K draft steps like `draft_logits`, with a loaded module.
-
-    Args:
-        model: from `load_module`.
-    """
+    """Run K draft steps like `draft_logits`, with a module from `load_module`."""
     chains = tokens.shape[1] - 1 - steps
     if chains < 1:
         raise PromptsInvalid(

@@ -17,16 +17,11 @@ from .recipe import EagleRecipe
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Two optimizers that step together.
+    """Muon for parameters of two dimensions and AdamW for the rest, which step together.
 
     Parameter groups and state belong to this optimizer, and the two work on the same dicts. So a schedule that sets a
     group's `lr` sets it for the optimizer that reads it, and code that saves, shards or moves an optimizer sees an
     ordinary one.
-
-    Args:
-        matrices: parameters of two dimensions, for Muon.
-        rest: all others, for AdamW.
-        lr, rest_lr: their peak learning rates.
     """
 
     def __init__(self, matrices: Iterable[nn.Parameter], rest: Iterable[nn.Parameter], lr: float, rest_lr: float):
@@ -43,7 +38,6 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Let both take a step."""
         if closure is not None:
             raise NotImplementedError("neither Muon nor a schedule asks for a closure")
         for part in self._parts:
@@ -61,9 +55,7 @@ def make_optimizer(head: nn.Module, recipe: EagleRecipe) -> torch.optim.Optimize
 
     Muon does not suit gains, nor an output matrix, each of whose rows belongs to few tokens. In the few steps that a
     tiny head gets it makes more progress: after 300 steps of a GQA head, sampled acceptance at K=3 is 2.93 tokens,
-    against
-        2.64
-    with AdamW (the best learning rate of each of five; one seed).
+    against 2.64 with AdamW (the best learning rate of each of five; one seed).
     """
     named = dict(head.named_parameters())
     matrices = [p for name, p in named.items() if p.ndim == 2 and name != "lm_head.weight"]

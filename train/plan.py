@@ -29,9 +29,7 @@ class TrainPlan(Result):
 
     Attributes:
         parameters: trained parameters.
-        steps: of the optimizer.
         tokens: that go through the head, including padding.
-        processes: that share each batch.
         memory: bytes per process by purpose; empty if not estimated (`kernel: eager`).
         states: bytes of the target's states for the text, in its own dtype.
         checkpoints: bytes of the checkpoints next to the output.
@@ -54,11 +52,9 @@ class TrainPlan(Result):
     nodes: tuple[tuple[str, ...], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
         return asdict(self)
 
     def lines(self) -> Iterator[Part]:
-        """Yield the estimate."""
         each = "".join(f"\n- {what}: {size / 1e9:,.3f} GB" for what, size in self.memory.items())
         grows = "not estimated: with kernel eager it grows with the square of a row's tokens"
         facts = {
@@ -89,9 +85,6 @@ def plan_training(
     """Estimate what a run takes.
 
     Args:
-        recipe: how to train the head.
-        config: the target's.
-        processes: that share each batch.
         shard: whether head, optimizer and the target's ends are distributed over them.
         text: tokens of the text; by default as many as fit into the recipe's rows.
         rate: tokens per second of all processes together.
@@ -164,8 +157,7 @@ def _evaluation(recipe: EagleRecipe, config: TargetConfig) -> int:
 def token_bytes(recipe: EagleRecipe, hidden: int) -> int:
     """Return what is kept per token and draft step for the gradient, with kernel "sdpa".
 
-    That is the inputs of linear layers and norms, keys and values, and the gradient that comes with the loss; see
-    `lean`.
+    That is the inputs of linear layers and norms, keys and values, and the gradient that comes with the loss.
     """
     full, half = WIDTHS[recipe.dtype], WIDTHS[recipe.compute or recipe.dtype]
     attention = recipe.attention

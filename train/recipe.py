@@ -99,13 +99,7 @@ POSITIVE = (
 
 
 class Stated(dict[str, Any]):
-    """A recipe's keys as a file states them; `stated | settings` adds the values of --set.
-
-    Attributes:
-        name: of the file, or of kconv's own recipe.
-        text: its YAML.
-        settings: the keys of --set.
-    """
+    """A recipe's keys as a file states them; `stated | settings` adds the values of --set."""
 
     def __init__(self, values: Mapping[str, Any], name: str, text: bytes, settings: frozenset[str] = frozenset()):
         super().__init__(values)
@@ -131,15 +125,7 @@ def _where(values: Mapping[str, Any]) -> Where:
 
 
 def parse_recipe(values: Mapping[str, Any], where: Where | None = None) -> EagleRecipe:
-    """Read a recipe from plain values, e.g. from a YAML file.
-
-    Args:
-        values: the keys and their values.
-        where: returns where a key comes from; by default as the values themselves know it.
-
-    Raises:
-        RecipeInvalid: a key does not exist or is missing, or a value has a wrong type or range.
-    """
+    """Read a recipe from plain values, e.g. from a YAML file; `where` returns where a key comes from."""
     where = where or _where(values)
     try:
         recipe = _CHECK.validate_python(dict(values))
@@ -208,14 +194,7 @@ def check_recipe(recipe: EagleRecipe, where: Where = lambda _: "") -> None:
 
 
 def check_fit(recipe: EagleRecipe, layers: int, vocab: int, where: Where = lambda _: "") -> None:
-    """Raise RecipeInvalid for a recipe that does not fit a target.
-
-    Args:
-        recipe: the head's.
-        layers: how many the target has.
-        vocab: rows of its vocabulary.
-        where: returns where a key comes from.
-    """
+    """Raise RecipeInvalid for a recipe that does not fit a target."""
     if recipe.captured[-1] >= layers:
         raise RecipeInvalid(
             f"the recipe captures layer {recipe.captured[-1]}, but the target's layers are 0 to {layers - 1}",
@@ -334,16 +313,12 @@ def complete(
 ) -> EagleRecipe:
     """Return a complete recipe: keys missing in a file come from the head to continue, or from the target.
 
-    Args:
-        values: from the file; `decoder` ("mla" or "gqa") stands for an attention with the target's dims, and `passes`
-            for the steps of that many passes through the data.
-        target: the target's config.
-        rows: rows of training data.
-        init_from: the head that training continues from.
+    `decoder` ("mla" or "gqa") stands for an attention with the target's dims, and `passes` for the steps of that many
+    passes through the data.
 
     Raises:
         RecipeInvalid: a key does not exist, a value is invalid or contradicts the head, or the head or a value does not
-        fit the target.
+            fit the target.
     """
     check_keys(values)
     where, values = _where(values), dict(values)

@@ -1,7 +1,7 @@
 """Run a training from data to head, resuming where it stopped.
 
 OUT holds the head in TensorRT-LLM's layout, i.e. ModelOpt's names with a config that states what was trained (or in
-vLLM's, see `job.choose_layout`), with kconv's manifest. Its folder `modelopt/` holds the same head as ModelOpt's own
+vLLM's, see `choose_layout`), with kconv's manifest. Its folder `modelopt/` holds the same head as ModelOpt's own
 module, training.json, and the curves. The report in training.json has every evaluation but no prompt digests; the one
 in the manifest has the digests but not every evaluation.
 """
@@ -70,13 +70,8 @@ EVAL_BATCHES = 16
 def train(job: TrainJob, out: Path, options: TrainOptions = DEFAULTS, progress: Progress = lambda *_: None) -> Path:
     """Train a head, or resume a stopped run.
 
-    Under torchrun each process calls this with the same arguments; the first one writes.
-
-    Args:
-        job: what to train.
-        out: the folder to create. Until the run is done, checkpoints are in `.NAME.training` next to it.
-        options: how to monitor and save the run.
-        progress: called after each step.
+    Under torchrun each process calls this with the same arguments; the first one writes. Until the run is done,
+    checkpoints are in `.NAME.training` next to `out`.
 
     Raises:
         RecipeInvalid: the recipe is invalid, or does not fit the target, the data or the processes.
@@ -191,12 +186,7 @@ CURVES, UNTRAINED = "curves.png", "untrained.json"
 
 
 def leave(job: TrainJob, trainer: EagleTrainer, work: Path, folder: Path) -> dict[str, Any]:
-    """Write a trained head in ModelOpt's export, its module, and the report of the run; return the report.
-
-    Args:
-        work: the folder with the run's key and first evaluation.
-        folder: the folder to create.
-    """
+    """Write a trained head in ModelOpt's export, its module, and the report of the run; return the report."""
     model = trainer.whole(lambda: build_module(load_ends(job.own_ends, TORCH[job.recipe.dtype]), job.recipe))
     folder.mkdir(parents=True, exist_ok=True)
     export_module(model, folder, job.recipe)
@@ -258,16 +248,10 @@ def train_head(
     """Train an Eagle3 head for a target with ModelOpt, or find one made before in the same way.
 
     Args:
-        target_folder: the target; it is loaded whole.
         out: the folder to create. If it holds a head of the same recipe, target, text and libraries, that is kept.
-        recipe: the head to make.
         text: token ids for training, documents in sequence: [N] int64.
         held_out: token ids of other documents, [M] int64, for measuring the head, never for training.
-        progress: called after each training step.
         states: what `share_states` wrote of the same target and texts; None to run the target here.
-
-    Returns:
-        `out`.
 
     Raises:
         RecipeInvalid: the recipe is invalid, or does not fit the target or the texts.
@@ -300,10 +284,6 @@ def head_key(target_folder: Path, recipe: EagleRecipe, text: Tensor, held_out: T
 
 def share_states(target_folder: Path, file: Path, recipe: EagleRecipe, text: Tensor, held_out: Tensor) -> None:
     """Store the states that `train_head` would compute, for all heads whose recipes agree in `OF_THE_STATES`.
-
-    Args:
-        target_folder, recipe, text, held_out: as of `train_head`.
-        file: the file to write.
 
     Raises:
         RecipeInvalid, TargetInvalid: see `train_head`.
