@@ -1,9 +1,8 @@
 """Run a target layer by layer from disk, to see the inputs of its modules.
 
 Only one layer is in memory at a time, with the activations between two layers: [tokens, hidden] in the dtype of the
-run.
-A killed run resumes after the last finished layer: those activations are stored unchanged, so the amaxes equal those
-of an uninterrupted run.
+run. A killed run resumes after the last finished layer: those activations are stored unchanged, so the amaxes equal
+those of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -61,16 +60,14 @@ def calibrate_target(
 
     Args:
         target: the target; for a hub id the whole model is downloaded.
-        prompts: JSONL, see `read_prompts`.
         dtype: safetensors name of the dtype to compute in; None for the target's own.
-        tokens, chat, trust_remote_code: see `read_sequences`.
-        log: called when an interrupted run is resumed.
-        progress: called with the number of finished layers and the total.
 
     Raises:
         OutputExists, OutputFailed: something exists at `out`, or it cannot be written.
-        PromptsInvalid, TargetInvalid, SourceFormatUnknown, QuantizedWeightInvalid, InputScalesInvalid: see
-            `read_sequences` and `calibrate`.
+        PromptsInvalid: the prompts cannot be read.
+        TargetInvalid, SourceFormatUnknown, QuantizedWeightInvalid: the target cannot be read.
+        TargetTooLarge: a layer does not fit into memory even with one expert at a time.
+        InputScalesInvalid: there are no tokens, or a module was never run.
     """
     refuse_existing(out)
     sequences, used = read_sequences(target, prompts, tokens=tokens, chat=chat, trust_remote_code=trust_remote_code)
@@ -107,11 +104,8 @@ def read_sequences(
     """Return the token ids of each prompt, [T] each, and their description for the record.
 
     Args:
-        prompts: JSONL, see `read_prompts`.
-        tokens: the length to which each prompt is cut.
         chat: whether each prompt's first turn goes through the target's chat template; otherwise its turns are plain
             text.
-        trust_remote_code: run the tokenizer's own Python code.
 
     Raises:
         PromptsInvalid, TargetInvalid: the prompts or the tokenizer cannot be read.
@@ -143,16 +137,9 @@ def calibrate(
     The experts of a layer share one value, as in ModelOpt: an expert with few tokens would get too small a scale.
 
     Args:
-        target: in any form that kconv reads.
         sequences: token ids, [T] each.
         resume: the state of an interrupted run of the same calibration; None to start at the first layer.
         keep: called after each layer with the state from which the next one starts.
-        advance: called with the number of finished layers and the total.
-        say: called with a message about a layer's memory.
-
-    Raises:
-        TargetInvalid, TargetTooLarge, SourceFormatUnknown, QuantizedWeightInvalid: see `Layers`.
-        InputScalesInvalid: there are no tokens, or a module was never run.
     """
     if not sum(map(len, sequences)):
         raise InputScalesInvalid("there are no tokens for calibration", fix="Use prompts that are not empty.")
@@ -174,9 +161,6 @@ W = TypeVar("W", bound="LayerLinears")
 
 class Layers:
     """A target's layers, run from disk with one in memory at a time; if a layer does not fit, one expert at a time.
-
-    Args:
-        target: in any form that kconv reads.
 
     Attributes:
         memory: a layer's memory use, as one sentence.
@@ -269,11 +253,7 @@ def _experts(base: str, count: int, fused: str) -> tuple[str, ...]:
 
 
 class LayerLinears(TorchFunctionMode):
-    """Sees the input of every linear layer, and identifies the module by its weight's place in memory.
-
-    Args:
-        layer: its name, e.g. "model.layers.3".
-    """
+    """Sees the input of every linear layer, and identifies the module by its weight's place in memory."""
 
     def __init__(self, layer: str) -> None:
         super().__init__()
@@ -324,7 +304,6 @@ class _Watch(LayerLinears):
         return x
 
     def amaxes(self) -> dict[str, float]:
-        """Return the largest magnitude at the input of each module of the layer."""
         unseen = sorted(self.groups.keys() - self._seen.keys())
         if unseen:
             raise InputScalesInvalid(
@@ -341,7 +320,6 @@ class CalibrationState:
     Attributes:
         layers: how many are finished.
         hidden: the input of the next one, [1, T, hidden] for each sequence.
-        amaxes: the values so far, by module.
     """
 
     layers: int
@@ -362,11 +340,7 @@ def partial_of(out: Path, target: Checkpoint, sequences: Sequence[torch.Tensor],
 
 
 def keep(file: Path, between: CalibrationState) -> None:
-    """Write the state of a calibration, replacing the earlier one.
-
-    Raises:
-        OutputFailed: it cannot be written; the earlier one stays.
-    """
+    """Write the state of a calibration, replacing the earlier one, which stays if that fails."""
     said = {"layers": str(between.layers), "amaxes": json.dumps(dict(between.amaxes))}
     temporary = file.with_name(f"{file.name}.new")
     try:
@@ -384,11 +358,7 @@ def keep(file: Path, between: CalibrationState) -> None:
 
 
 def find(file: Path, layers: int) -> CalibrationState | None:
-    """Read what `keep` wrote; None if there is nothing.
-
-    Raises:
-        InputScalesInvalid: it cannot be read, or records more layers than there are.
-    """
+    """Read what `keep` wrote; None if there is nothing."""
     if not file.exists():
         return None
     try:

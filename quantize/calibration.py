@@ -64,11 +64,6 @@ class TargetCalibration(StrictModel):
 
 
 def identify(target: Checkpoint, config: TargetConfig) -> TargetIdentity:
-    """Return a target's identity.
-
-    Raises:
-        InputScalesInvalid: it has no final norm.
-    """
     norm = target.tensors.get(f"{config.prefix}model.norm.weight")
     if norm is None:
         raise InputScalesInvalid(
@@ -82,11 +77,6 @@ def identify(target: Checkpoint, config: TargetConfig) -> TargetIdentity:
 
 
 def read_calibration(file: Path) -> TargetCalibration:
-    """Read a calibration file.
-
-    Raises:
-        InputScalesInvalid: it cannot be read, or does not match the schema.
-    """
     return load_json(
         TargetCalibration,
         file,
@@ -97,7 +87,6 @@ def read_calibration(file: Path) -> TargetCalibration:
 
 
 def write_calibration(file: Path, calibration: TargetCalibration) -> None:
-    """Write a new calibration file; see `checkpoint.staging.write_new` for what it raises."""
     write_new(file, calibration.model_dump_json(indent=1, by_alias=True) + "\n")
 
 
@@ -119,15 +108,9 @@ class InputScales:
     prefix: str = ""
 
     def scales(self, modules: Collection[str]) -> dict[str, float]:
-        """Return the input_scale of each module, equal for modules that an engine fuses.
+        """Return the input_scale of each module, by its name on disk, equal for modules that an engine fuses.
 
         An expert to which no token was routed gets the largest amax of its layer's experts, as in ModelOpt.
-
-        Args:
-            modules: names on disk of all modules that become NVFP4.
-
-        Raises:
-            InputScalesInvalid: the calibration has no amax for a module, or an impossible one.
         """
         if self.amax is None:
             return dict.fromkeys(modules, 1.0)
@@ -162,16 +145,7 @@ def data_free() -> InputScales:
 
 
 def from_calibration(file: Path, target: Checkpoint, config: TargetConfig) -> InputScales:
-    """Return the scales from a calibration of exactly this target.
-
-    Args:
-        file: a file that `kconv calibrate` wrote.
-        target: the target to quantize, in any form.
-
-    Raises:
-        InputScalesInvalid: the file cannot be read, belongs to another target, or has an amax that this target cannot
-            reach.
-    """
+    """Return the scales from a calibration of exactly this target."""
     calibration, own = read_calibration(file), identify(target, config)
     differing = [name for name, value in own if getattr(calibration.target, name) != value]
     if differing:
@@ -201,11 +175,7 @@ def check_amax(name: str, amax: float) -> None:
 
 
 def check_norms(amaxes: Mapping[str, float], target: Checkpoint, config: TargetConfig) -> None:
-    """Raise InputScalesInvalid for an amax beyond what the norm before the module can output.
-
-    Args:
-        amaxes: by module, in the text model.
-    """
+    """Raise InputScalesInvalid for an amax beyond what the norm before the module can output."""
     named = {f"{config.prefix}{name}": amax for name, amax in amaxes.items()}
     for beyond in beyond_norms(named, target.tensors):
         name = beyond.module.removeprefix(config.prefix)
@@ -233,12 +203,7 @@ MODULE = re.compile(r"(?=.*\.\w+\Z)(?P<layer>(?:.*\.)?layers\.\d+)\.(?:.*\.)?(?P
 
 @dataclass(frozen=True)
 class Beyond:
-    """A module whose recorded input exceeds what the norm before it can output.
-
-    Attributes:
-        amax: its recorded largest input magnitude.
-        bound: the largest magnitude that the norm can output.
-    """
+    """A module whose recorded input exceeds what the norm before it can output."""
 
     module: str
     amax: float
@@ -247,13 +212,10 @@ class Beyond:
 
 
 def beyond_norms(amaxes: Mapping[str, float], tensors: Mapping[str, TensorInfo]) -> Iterator[Beyond]:
-    """Yield the modules whose amax exceeds what the norm before them can output.
+    """Yield the modules, named as in the target, whose amax exceeds what the norm before them can output.
 
-    RMSNorm of n numbers outputs at most sqrt(n) times its largest weight, when all numbers but one are zero.
-
-    Args:
-        amaxes: largest input magnitude, by module, as the target names it.
-        tensors: the target's; modules whose norm is missing are skipped.
+    RMSNorm of n numbers outputs at most sqrt(n) times its largest weight, when all numbers but one are zero. Modules
+    whose norm is missing are skipped.
     """
     bounds: dict[str, float] = {}
     for module, amax in amaxes.items():

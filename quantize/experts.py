@@ -27,12 +27,7 @@ SHARE = 0.8
 
 
 def layer_bytes(stored: Mapping[str, StoredWeight], config: TargetConfig, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the memory of a target's largest layer, in bytes: whole, and with only one routed expert.
-
-    Args:
-        stored: its weights, by their names on disk; headers suffice.
-        dtype: of the weights in memory.
-    """
+    """Return the memory of a target's largest layer, in bytes: whole, and with only one routed expert."""
     whole: dict[int, int] = {}
     experts: dict[int, dict[str, int]] = {}
     for name, weight in stored.items():
@@ -71,7 +66,6 @@ def must_part(stored: Mapping[str, StoredWeight], config: TargetConfig, dtype: t
 
 
 def describe_memory(stored: Mapping[str, StoredWeight], config: TargetConfig, dtype: torch.dtype, parted: bool) -> str:
-    """Describe a layer's memory use and how it runs."""
     whole, one = layer_bytes(stored, config, dtype)
     said = f"a layer takes {whole / 1e9:,.1f} GB of memory as {str(dtype).removeprefix('torch.')}"
     return f"{said}, so its experts are read one by one, {one / 1e9:,.1f} GB at a time" if parted else said
@@ -81,7 +75,6 @@ class ExpertsOneByOne(torch.nn.Module):
     """Routed experts of a layer, each read when its tokens come; replaces transformers' own module.
 
     Args:
-        stored: the target's weights, by their names on disk.
         base: the experts' name on disk, e.g. "model.layers.3.mlp.experts".
         see: called with each input; the groups are `base` with ".gate_up_proj" and ".down_proj".
     """
@@ -107,12 +100,7 @@ class ExpertsOneByOne(torch.nn.Module):
 
 
 def run_together(layer: Any, hidden: Sequence[Tensor], attend: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Run a layer over several texts; their tokens go through its MLP together.
-
-    Args:
-        hidden: its input for each text, `[1, T, hidden]`.
-        attend: the output of its attention for a normed input.
-    """
+    """Run a layer over several texts, `[1, T, hidden]` each; their tokens go through its MLP together."""
     between = [states + attend(layer.input_layernorm(states)) for states in hidden]
     normed = torch.cat([layer.post_attention_layernorm(states) for states in between], dim=1)
     mixed = layer.mlp(normed).split([states.shape[1] for states in hidden], dim=1)

@@ -75,11 +75,7 @@ class Tables:
 
 
 class Int4Packer:
-    """Packs the INT4 weights that share one weight_scale_2.
-
-    Args:
-        loops: the implementation; None for the fastest available.
-    """
+    """Packs the INT4 weights that share one weight_scale_2, by default with the fastest loops available."""
 
     def __init__(self, weight_scale_2: float, loops: Loops | None = None) -> None:
         self._tables = Tables(weight_scale_2)
@@ -135,7 +131,6 @@ class NumpyLoops:
         return larger[:, 0]
 
     def tops(self, halves: np.ndarray, bits: np.ndarray) -> np.ndarray:
-        """Return the largest scale of each level."""
         levels = self.levels(halves).reshape(len(bits), -1)
         level = reduce(np.maximum, levels.T)
         magnitudes = bits & np.uint16(0x7FFF)
@@ -159,13 +154,11 @@ class NativeLoops:
         self._tops.restype = self._pack.restype = None
 
     def tops(self, halves: np.ndarray, bits: np.ndarray) -> np.ndarray:
-        """Return the largest scale of each level."""
         found = np.zeros(LEVELS, np.uint16)
         self._tops(halves.ctypes.data, bits.ctypes.data, len(bits), len(halves) // len(bits), found.ctypes.data)
         return found
 
     def pack(self, halves: np.ndarray, bits: np.ndarray, tables: Tables) -> tuple[np.ndarray, np.ndarray]:
-        """Return nibbles and scales."""
         nibbles, scales = np.empty_like(halves), np.empty(len(halves), np.uint8)
         self._pack(
             halves.ctypes.data,

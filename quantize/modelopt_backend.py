@@ -47,14 +47,7 @@ def plan_in_memory(
 ) -> QuantizePlan:
     """Decide what becomes of each tensor; ModelOpt chooses the files.
 
-    Args:
-        source: a text target, in any form that kconv reads.
-        recipe: what to quantize. An FP8 KV cache is stated without scales, as in the streaming backend.
-        prompts: the calibration text; None if activations stay unquantized.
-
-    Raises:
-        RecipeInvalid: the target is wrapped or already NVFP4, or a pattern matches no module.
-        SourceFormatUnknown, QuantizedWeightInvalid, TensorShape: the target cannot be read.
+    An FP8 KV cache is stated without scales, as in the streaming backend. Without prompts activations stay unquantized.
     """
     if config.prefix:
         raise RecipeInvalid(
@@ -85,7 +78,7 @@ def quantize_in_memory(
         TensorValue: it changed a tensor that the plan leaves unchanged, or produced NaN, Inf or a scale of zero.
         TargetInvalid: the target cannot be built.
         TargetTooLarge: it is larger than the free memory.
-        OutputExists, OutputFailed: see `checkpoint.staging`; or the disk is too small.
+        OutputExists, OutputFailed: something exists at `out`, it cannot be written, or the disk is too small.
     """
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_hf_checkpoint
@@ -138,18 +131,7 @@ SCALARS = (NVFP4.scale_2, INPUT_SCALE)
 
 
 def take_export(plan: QuantizePlan, folder: Path) -> None:
-    """Check ModelOpt's export in a folder, and write everything except its weights again.
-
-    Args:
-        folder: the export, which becomes the output.
-
-    Raises:
-        TensorMissing: it has other tensors than the plan, or other shapes.
-        TensorValue: it holds NaN or Inf, a scale that cannot be multiplied by, or values other than the source's in
-            unquantized tensors.
-        CorruptHeader, NotACheckpoint: it cannot be read.
-        OSError: a file cannot be written.
-    """
+    """Check ModelOpt's export in a folder, which becomes the output, and write everything except its weights again."""
     made = {name: info for file in sorted(folder.glob(WEIGHTS)) for name, info in read_header(file).items()}
     _check_names(plan, made)
     digests = {name: _look(info) for name, info in made.items()}

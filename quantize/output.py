@@ -27,14 +27,7 @@ TEXT_MODEL_TYPES = {"kimi_k2": "deepseek_v3"}
 
 
 def finish(plan: QuantizePlan, place: Workplace) -> Path:
-    """Write the files besides the weights, once all weights are there.
-
-    Returns:
-        The manifest's path.
-
-    Raises:
-        OSError: a file cannot be read or written.
-    """
+    """Write the files besides the weights, once all weights are there, and return the manifest's path."""
     weight_map = {name: unit.file for unit in plan.units for name, _, _ in unit.outputs()}
     files = write_beside(plan, place.files, weight_map, plan.bytes_out)
     # One file's tensors at a time: a large target has half a million of them.
@@ -45,14 +38,7 @@ def finish(plan: QuantizePlan, place: Workplace) -> Path:
 
 
 def write_beside(plan: QuantizePlan, folder: Path, weight_map: dict[str, str], size: int) -> list[FileRecord]:
-    """Write the output's files, except the weights and the manifest.
-
-    Args:
-        size: bytes of all tensors.
-
-    Raises:
-        OSError: a file cannot be read or written.
-    """
+    """Write the output's files, except the weights and the manifest; `size` is the bytes of all tensors."""
     config, side = quantized_config(plan)
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
     return [

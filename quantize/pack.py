@@ -39,14 +39,9 @@ def scale_2(largest: float) -> torch.Tensor:
 
 
 def pack(weight: torch.Tensor, weight_scale_2: float) -> Packed:
-    """Pack a weight.
+    """Pack a weight [out, in], finite and with a multiple of sixteen columns, on its device.
 
-    Args:
-        weight: [out, in], with a multiple of sixteen columns; finite. On a GPU ModelOpt's own operations do the work.
-        weight_scale_2: above 0.
-
-    Returns:
-        The nibbles and the block scales, on the weight's device.
+    `weight_scale_2` is above 0. On a GPU ModelOpt's own operations do the work.
     """
     if weight.is_cuda:
         return _pack_with_modelopt(weight, weight_scale_2)
@@ -85,7 +80,7 @@ class Packed:
 
 
 def pack_plain(weight: torch.Tensor, weight_scale_2: float) -> Packed:
-    """Pack a weight in torch; see `pack.pack` for the arguments."""
+    """Pack a weight in torch; arguments as in `pack`."""
     rows, columns = weight.shape
     nibbles = torch.empty(rows, columns // 2, dtype=torch.uint8)
     scales = torch.empty(rows, columns // NVFP4.group, dtype=torch.float8_e4m3fn)
@@ -129,11 +124,7 @@ Packer = Callable[[torch.Tensor, float], Packed]
 
 
 class NativePacker:
-    """The loops of pack.c, which let other threads run meanwhile.
-
-    Args:
-        library: pack.c, compiled.
-    """
+    """The loops of pack.c, which let other threads run meanwhile."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._loops = {torch.bfloat16: library.nvfp4_pack_bf16, torch.float32: library.nvfp4_pack_f32}
@@ -142,7 +133,6 @@ class NativePacker:
             loop.restype = None
 
     def __call__(self, weight: torch.Tensor, weight_scale_2: float) -> Packed:
-        """Pack a weight; see `pack.pack` for the arguments."""
         # float16 and float64 become float32, in which ModelOpt also divides; of float64 it keeps more precision.
         weight = (weight if weight.dtype in self._loops else weight.float()).contiguous()
         rows, columns = weight.shape
@@ -192,13 +182,8 @@ SECONDS = 120
 def load_native(source: str) -> ctypes.CDLL | None:
     """Return a C source of this package as a library, compiled on first use on this kind of machine.
 
-    Args:
-        source: the file's name, e.g. "int4.c".
-
-    A cache that others can write to is not used; the library is then compiled for this process only.
-
-    Returns:
-        The library; None if there is no compiler, the cache cannot be written, or KCONV_NATIVE=0.
+    It is None if there is no compiler, the cache cannot be written, or KCONV_NATIVE=0. A cache that others can write to
+    is not used; the library is then compiled for this process only.
     """
     compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or ""]
     if not compiler[0] or os.environ.get("KCONV_NATIVE") == "0":

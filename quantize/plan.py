@@ -135,18 +135,7 @@ class QuantizePlan:
 def plan_quantize(
     source: Checkpoint, config: TargetConfig, recipe: Recipe, inputs: InputScales, *, shard: int = SHARD
 ) -> QuantizePlan:
-    """Decide what becomes of each tensor.
-
-    Args:
-        inputs: the origin of the input scales.
-        shard: approximate bytes of an output file.
-
-    Raises:
-        SourceFormatUnknown, QuantizedWeightInvalid: kconv cannot read the form in which the target is stored.
-        RecipeInvalid: a pattern of the recipe matches no module, or the target is already NVFP4.
-        TensorShape: a module cannot be split into groups of sixteen.
-        CalibrationInvalid: the calibration has no amax for a module.
-    """
+    """Decide what becomes of each tensor; an output file has about `shard` bytes."""
     format_ = read_format(source, config)
     if format_ == NVFP4:
         raise RecipeInvalid(
@@ -208,7 +197,6 @@ class Module:
 
     Attributes:
         name: on disk, e.g. "model.layers.1.mlp.experts.0.up_proj".
-        weight: as the source stores it.
         input_scale: of its activations; None if they stay bf16.
     """
 
@@ -237,7 +225,6 @@ class Unit:
     """One file of the output, and its inputs.
 
     Attributes:
-        groups: the modules that become NVFP4.
         dequantized: weights stored in a form that the output's config cannot combine with NVFP4; written dequantized.
         carried: tensors whose bytes stay unchanged.
     """
@@ -249,7 +236,6 @@ class Unit:
 
     @property
     def modules(self) -> tuple[Module, ...]:
-        """The modules of its groups."""
         return tuple(module for group in self.groups for module in group.modules)
 
     @property
@@ -260,12 +246,10 @@ class Unit:
 
     @property
     def bytes_in(self) -> int:
-        """Bytes of its inputs."""
         return sum(info.size for info in self.inputs)
 
     @property
     def bytes_out(self) -> int:
-        """Bytes of its tensors."""
         return sum(byte_size(dtype, shape) for _, dtype, shape in self.outputs())
 
     def outputs(self) -> list[tuple[str, str, tuple[int, ...]]]:
@@ -335,7 +319,6 @@ def _unit(file: str, pieces: Iterable[_Piece]) -> Unit:
 
 
 def _fuse(modules: dict[str, Module]) -> dict[str, FusedGroup]:
-    """Return the group of each module."""
     together: dict[str, list[Module]] = {}
     for name, module in modules.items():
         together.setdefault(fused_group(name), []).append(module)
@@ -359,14 +342,7 @@ OTHERS = ("mm_projector", "vision_tower")
 
 
 def exclude_modules(linear: Iterable[str], quantized: Collection[str]) -> list[str]:
-    """Return the entries for `exclude_modules` and `ignore`.
-
-    Args:
-        linear: names on disk of every linear module, quantized or not.
-
-    Returns:
-        Entries in order of layers, each of which covers only unquantized modules.
-    """
+    """Return the entries for `exclude_modules` and `ignore` by layer; each covers unquantized modules only."""
     parts: dict[str, list[str]] = {}
     entries: dict[str, None] = {}
     for module in sorted(linear, key=_order):

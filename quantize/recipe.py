@@ -42,11 +42,7 @@ class Recipe(StrictModel):
     kv_cache: KvCache = "none"
 
     def takes(self, module: str) -> bool:
-        """Return whether a module becomes NVFP4.
-
-        Args:
-            module: its name in the text model, e.g. "model.layers.1.mlp.experts.0.up_proj".
-        """
+        """Return whether a module becomes NVFP4; its name is the text model's."""
         return _any(module, self.quantize) and not _any(module, (*self.keep, *NEVER))
 
 
@@ -59,11 +55,7 @@ def builtin_recipes() -> dict[str, str]:
 
 
 def load_recipe(name: str, *, kv_cache: KvCache | None = None) -> Recipe:
-    """Read a recipe by its name in the package, or from a YAML file.
-
-    Args:
-        name: the name, or the file.
-        kv_cache: the KV cache format to use instead of the recipe's.
+    """Read a recipe by its name in the package, or from a YAML file, with another format of the KV cache if given.
 
     Raises:
         RecipeInvalid: there is none, or a key does not exist or has an invalid value.
@@ -85,11 +77,7 @@ def _read_recipe(name: str) -> Recipe:
 
 
 def parse_recipe(text: str | bytes, *, where: str = "") -> Recipe:
-    """Read a recipe's YAML.
-
-    Raises:
-        RecipeInvalid: it is not a YAML mapping, or a key does not exist or has an invalid value.
-    """
+    """Read a recipe's YAML."""
     fix = f"Correct it. The keys are {', '.join(Recipe.model_fields)}."
     values = parse_yaml(text, RecipeInvalid, where=where, what="recipe", fix=fix)
     return check_values(Recipe, values, RecipeInvalid, where=where, what="recipe", fix=fix, text=text)

@@ -53,9 +53,12 @@ def plan_target(
         headers_only: whether the plan is only shown, so that a hub id's weights are not needed.
 
     Raises:
-        RecipeInvalid, SourceFormatUnknown, QuantizedWeightInvalid, TensorShape: see `plan_quantize`, and
-            `plan_in_memory` for "modelopt".
-        InputScalesInvalid: see `from_calibration`.
+        RecipeInvalid: a pattern of the recipe matches no module, the target is already NVFP4, or it is wrapped and the
+            backend is "modelopt".
+        SourceFormatUnknown, QuantizedWeightInvalid: kconv cannot read the form in which the target is stored.
+        TensorShape: a module cannot be split into groups of sixteen.
+        InputScalesInvalid: the calibration cannot be read, belongs to another target, or has no amax for a module or
+            an impossible one.
     """
     source = target.open_headers() if headers_only else target.open_weights()
     config = parse_target_config(source.config, where=source.folder / "config.json")
@@ -70,11 +73,7 @@ def plan_target(
 
 @dataclass(frozen=True)
 class World:
-    """This process among those that share one job, numbered as by torchrun.
-
-    Attributes:
-        rank: 0 to size - 1; 0 finishes the output.
-    """
+    """This process among those that share one job, numbered as by torchrun; rank 0 finishes the output."""
 
     rank: int = 0
     size: int = 1
@@ -106,18 +105,16 @@ def quantize(
     """Execute a plan; resume an interrupted run of the same plan.
 
     Args:
-        out: the folder to create; nothing may exist there.
         world: this process among those that share the work, all on the same file systems.
         jobs: processes that this one starts for its share.
         advance: called with the number of source bytes finished since the last call, including those of files found
             done.
-        say: called with a message about what it found or waits for.
 
     Returns:
         Whether the output exists; ranks other than 0 leave earlier.
 
     Raises:
-        OutputExists, OutputFailed: see `checkpoint.staging`; or the disk is too small.
+        OutputExists, OutputFailed: something exists at `out`, it cannot be written, or the disk is too small.
         TensorValue: a weight is all zeros, or holds NaN or Inf.
         CorruptHeader, NotACheckpoint: the source cannot be read.
         WorkerFailed: a process was killed, or another rank failed.
@@ -204,18 +201,7 @@ POLL = 0.2  # seconds between two progress checks
 
 
 def make_units(units: Sequence[Unit], place: Workplace, *, inputs: str, jobs: int, advance: Advance) -> None:
-    """Make some files of the output, in this process or in several.
-
-    Args:
-        place: where to make them.
-        inputs: the origin of the input scales, for the manifest.
-        jobs: number of processes; 1 means this one.
-        advance: called in this process with the number of source bytes finished since the last call.
-
-    Raises:
-        WorkerFailed: a process was killed.
-        TensorValue, CorruptHeader, NotACheckpoint, OSError: see `make_unit`.
-    """
+    """Make some files of the output, in this process or in `jobs` others; `advance` is called in this one."""
     for unit in units:
         place.clear(unit.file)
     if jobs == 1 or len(units) < 2:

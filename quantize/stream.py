@@ -1,7 +1,7 @@
 """Make one file of the output, from start to end.
 
 A file is read twice: its fused groups share a scale that is known only after all of them were read, and the scales come
-first in the file. The second read comes from the page cache, which holds a file of `plan.SHARD` bytes.
+first in the file. The second read comes from the page cache, which holds a file of `SHARD` bytes.
 """
 
 from __future__ import annotations
@@ -42,11 +42,7 @@ class UnitRecord(StrictModel):
 
 @dataclass(frozen=True)
 class Workplace:
-    """The folder next to the output in which the output is made.
-
-    Attributes:
-        root: from `checkpoint.staging.keep_staging`.
-    """
+    """The folder next to the output in which the output is made."""
 
     root: Path
 
@@ -56,7 +52,6 @@ class Workplace:
         return files_of(self.root)
 
     def record(self, file: str) -> Path:
-        """Return the path of a file's record."""
         return self.root / f"{file}.json"
 
     def write(self, record: UnitRecord) -> None:
@@ -82,11 +77,7 @@ class Workplace:
         return record if whole else None
 
     def reread(self, file: str) -> UnitRecord:
-        """Return the record of a finished file.
-
-        Raises:
-            WorkerFailed: there is none, or it cannot be read.
-        """
+        """Return the record of a finished file."""
         return load_json(UnitRecord, self.record(file), WorkerFailed, what="file record", fix="Delete it.")
 
     def is_done(self, file: str) -> bool:
@@ -108,18 +99,7 @@ Advance = Callable[[int], None]
 
 
 def make_unit(unit: Unit, place: Workplace, *, inputs: str, advance: Advance = lambda _: None) -> UnitRecord:
-    """Make one file of the output, and record it.
-
-    Args:
-        place: where to make it; it gets its name only when it is whole.
-        inputs: the origin of the input scales, for the manifest.
-        advance: called with the number of source bytes finished since the last call.
-
-    Raises:
-        TensorValue: a weight is all zeros, or holds NaN or Inf.
-        CorruptHeader, NotACheckpoint: the source cannot be read.
-        OSError: the file cannot be written.
-    """
+    """Make one file of the output, and record it; it gets its name only when it is whole."""
     scales = {}
     digests = {}
     for group in unit.groups:
@@ -153,11 +133,7 @@ def make_unit(unit: Unit, place: Workplace, *, inputs: str, advance: Advance = l
 
 
 def largest(weight: StoredWeight) -> float:
-    """Return a weight's amax, from which the packer computes scale_2.
-
-    Raises:
-        TensorValue: it is zero, NaN or infinite.
-    """
+    """Return a weight's amax, from which the packer computes scale_2; it is not zero, NaN or infinite."""
     if fits(weight):
         found = amax_int4(weight)
     else:
@@ -177,11 +153,7 @@ def largest(weight: StoredWeight) -> float:
 
 
 def shared_scale(group: FusedGroup) -> float:
-    """Return the weight_scale_2 of a fused group, from the largest amax of its modules.
-
-    Raises:
-        TensorValue: see `largest`.
-    """
+    """Return the weight_scale_2 of a fused group, from the largest amax of its modules."""
     return float(scale_2(max(largest(module.weight) for module in group.modules)))
 
 
@@ -269,13 +241,7 @@ Origin = tuple[Action, tuple[TensorInfo, ...], str]
 
 
 def steps(unit: Unit, made: Mapping[str, str], taken: Mapping[str, str], inputs: str) -> Iterator[StepRecord]:
-    """Yield the record of each tensor of a file.
-
-    Args:
-        made: the blake3 of each of its tensors.
-        taken: the blake3 of each tensor that it is made from.
-        inputs: the origin of the input scales.
-    """
+    """Yield the record of each tensor of a file, with the blake3 of these (`made`) and of their sources (`taken`)."""
     origins = _origins(unit, inputs)
     for name, dtype, shape in unit.outputs():
         action, sources, reason = origins[name]
@@ -326,7 +292,8 @@ def estimate(plan: QuantizePlan, processes: int) -> Estimate:
     """Pack a sample of a plan's modules in memory, and estimate how long all of it will take.
 
     Raises:
-        TensorValue, CorruptHeader, NotACheckpoint: see `make_unit`.
+        TensorValue: a weight is all zeros, or holds NaN or Inf.
+        CorruptHeader, NotACheckpoint: the source cannot be read.
     """
     begin, done = time.perf_counter(), 0
     for unit in plan.units:

@@ -105,7 +105,6 @@ class Choice:
     """Which linear layers of one kind of head are quantized.
 
     Attributes:
-        quantized: names in each layer.
         exclude: entries of `ignore` that cover the rest. Engines number and name a draft's layers differently
             (`model.layers.61`, `model.midlayer`), so an entry omits the prefix. Each entry occurs twice: TensorRT-LLM
             matches it as a wildcard, SGLang's FP8 as a part of a name, and vLLM as both. None matches the bare word
@@ -121,16 +120,11 @@ MLA = Choice(MLP, (*GQA.exclude, "self_attn", "*.self_attn*"))
 
 
 def choice_of(spec: HeadSpec) -> Choice:
-    """Return which of a head's linear layers are quantized."""
     return GQA if isinstance(spec.attention, Gqa) else MLA
 
 
 def groups_of(spec: HeadSpec, format_: LinearFormat) -> list[tuple[str, ...]]:
-    """Return the slots to quantize, grouped where engines fuse them and give them one scale.
-
-    Raises:
-        TensorShape: a weight's rows cannot be split into the format's groups.
-    """
+    """Return the slots to quantize, grouped where engines fuse them and give them one scale."""
     known, found = needs(spec), dict[str, list[str]]()
     for layer in range(spec.layers):
         for name in choice_of(spec).quantized:

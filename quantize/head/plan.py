@@ -47,22 +47,24 @@ def quantize_head(
     """Write a head with quantized linear layers: check that it can be done, then calibrate, measure and write.
 
     Args:
-        head: the head.
-        format_: the format of the linear layers.
-        out: the folder to create; nothing may exist there.
         target: the head's target, with its embedding and lm_head.
         states: a folder that `kconv states` wrote for it.
         min_retention: refuse a head that retains less of the sampled acceptance length on held-out text.
-        say: called with progress messages.
 
     Returns:
         The manifest, and the share of the acceptance length retained on held-out text.
 
     Raises:
-        OutputExists, OutputFailed: see `checkpoint.staging`.
-        ConfigUnsupported, LayoutCannot, TensorShape: see `check_head` and `plan`.
+        OutputExists, OutputFailed: something exists at `out`, or it cannot be written.
+        ConfigUnsupported: the head is already quantized.
+        LayoutCannot: kconv does not write its layout, or an engine that reads it does not support the format or the
+            head.
+        TensorShape: a weight cannot be split into the format's groups.
         StatesInvalid: the states cannot be read, come from another target, or lack one of the head's layers.
-        CalibrationInvalid, InputScalesInvalid, TensorValue, ConversionInaccurate: see `quantize_linears`.
+        CalibrationInvalid: the states come from another target, or are too few.
+        InputScalesInvalid: a linear layer reads NaN, only zeros, or more than a scale can hold.
+        TensorValue: a weight is all zeros, or holds NaN or Inf.
+        ConversionInaccurate: the held-out loss is greater than allowed.
     """
     refuse_existing(out)
     shared = find_shared(target, SLOTS)
@@ -81,14 +83,7 @@ def quantize_head(
 
 
 def check_head(head: Head, format_: LinearFormat) -> None:
-    """Refuse a head that cannot be quantized, before the work starts.
-
-    Raises:
-        ConfigUnsupported: it is already quantized.
-        LayoutCannot: kconv does not write its layout, or an engine that reads it does not support the format or the
-            head.
-        TensorShape: a weight cannot be split into the format's groups.
-    """
+    """Refuse a head that cannot be quantized, before the work starts."""
     if head.is_quantized:
         raise ConfigUnsupported(
             "the head is already quantized",
@@ -107,13 +102,7 @@ def check_head(head: Head, format_: LinearFormat) -> None:
 
 
 def change_linears(head: Head, quantized: QuantizedLinears, calibration: Calibration) -> Change:
-    """Return the planner's change for quantized linear layers.
-
-    Args:
-        head: the source.
-        quantized: the quantized linear layers.
-        calibration: the text that set their scales.
-    """
+    """Return the planner's change for quantized linear layers."""
     format_ = quantized.format
     replaced: dict[str, Replaced] = {}
     for slot, linear in quantized.linears.items():
@@ -137,11 +126,7 @@ def change_linears(head: Head, quantized: QuantizedLinears, calibration: Calibra
 
 
 def write(planned: Plan, format_: LinearFormat, out: Path) -> Manifest:
-    """Execute a plan of `change_linears`, and write the file that says how to read the scales.
-
-    Raises:
-        See `convert.execute.execute`.
-    """
+    """Execute a plan of `change_linears`, and write the file that says how to read the scales."""
     with staged(out) as folder:
         manifest = fill(planned, folder)
         side = folder / SIDE_FILE

@@ -49,12 +49,7 @@ def input_amaxes(head: DraftHead, calibration: Calibration, slots: Iterable[str]
 def check_states(calibration: Calibration, spec: HeadSpec) -> int:
     """Refuse states that do not belong to a head, or leave nothing for calibrating or for measuring.
 
-    Returns:
-        Rows that set the scales: chains times draft steps.
-
-    Raises:
-        CalibrationInvalid: they come from another target than the head's, contain NaN or Inf, or are too few.
-        PromptsInvalid: a text is too short for a draft.
+    Return the rows that set the scales: chains times draft steps.
     """
     rows: dict[Part, int] = {"fit": 0, "choose": 0, "held-out": 0}
     for part, (texts, length) in zip(calibration.part_of_each(), check_batches(calibration, spec), strict=True):
@@ -75,9 +70,7 @@ class QuantizedLinears:
     """A quantized head.
 
     Attributes:
-        format: of its linear layers.
         linears: for each, by slot, the stored tensors by suffix: `weight`, its scales, `input_scale`.
-        input_amax: the largest input magnitude of each.
         rows: the number of rows that set the scales: chains times draft steps.
         held_out: figures on text that did not set the scales.
     """
@@ -106,19 +99,8 @@ def quantize_linears(
     """Quantize a head's linear layers.
 
     Args:
-        spec: the head's spec.
         weights: each tensor by slot, in its stored dtype; including the target's lm_head and embedding.
-        format_: the format of the linear layers.
         calibration: states of the head's target. Its fit and choosing parts set the scales; the rest gives the figures.
-        min_retention: refuse a head that retains less of the sampled acceptance length on held-out text.
-        say: called with progress messages.
-
-    Raises:
-        CalibrationInvalid: the states come from another target, or are too few.
-        InputScalesInvalid: a linear layer reads NaN, only zeros, or more than a scale can hold.
-        TensorShape: a weight cannot be split into the format's groups.
-        TensorValue: a weight is all zeros, or holds NaN or Inf.
-        ConversionInaccurate: the held-out loss is greater than allowed.
     """
     groups = groups_of(spec, format_)
     rows = check_states(calibration, spec)
@@ -146,14 +128,7 @@ def quantize_linears(
 def measure(
     head: DraftHead, format_: LinearFormat, linears: Mapping[str, Mapping[str, Tensor]], calibration: Calibration
 ) -> Retention:
-    """Compare a head with its quantized form, computed as an engine does, on the held-out part of a calibration.
-
-    Args:
-        head: the original, in fp32.
-        format_: of the linear layers.
-        linears: stored tensors by slot and suffix.
-        calibration: states of the head's target.
-    """
+    """Compare a head, given in fp32, with its quantized form, computed as an engine does, on the held-out part."""
     served = DraftHead(
         head.spec, dict(head.weights) | {slot: format_.stored.unpack(one) for slot, one in linears.items()}
     )

@@ -37,7 +37,7 @@ class RoundedHead(DraftHead):
     """A head whose linear layers read rounded inputs.
 
     Args:
-        spec, weights: as in `DraftHead`, with quantized weights dequantized.
+        weights: quantized ones are dequantized.
         inputs: by slot, the function with which an engine rounds an input `[..., in]` before the multiplication.
     """
 
@@ -64,22 +64,18 @@ class RoundedHead(DraftHead):
             self._rounds = False
 
     def fuse(self, captured: Tensor) -> Tensor:
-        """See `DraftHead.fuse`."""
         with self._rounding():
             return super().fuse(captured)
 
     def attend(self, layer: int, x: Tensor, positions: Tensor, context: Context) -> Tensor:
-        """See `DraftHead.attend`."""
         with self._rounding():
             return super().attend(layer, x, positions, context)
 
     def mlp(self, layer: int, x: Tensor) -> Tensor:
-        """See `DraftHead.mlp`."""
         with self._rounding():
             return super().mlp(layer, x)
 
     def step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """See `DraftHead.step`."""
         with self._rounding():
             return super().step(tokens, hidden, positions, context)
 
