@@ -1,4 +1,4 @@
-"""Engines and trainers: their layouts of a draft head, and everything kconv knows about each. See `registry`."""
+"""Engines and trainers: their layouts of a draft head, and everything kconv knows about each."""
 
 from __future__ import annotations
 

@@ -92,5 +92,4 @@ def other_class(head: HeadFacts, known: Mapping[type, frozenset[str]]) -> Iterat
 
 
 def is_speculators(head: HeadFacts) -> bool:
-    """Return whether a head is in speculators' format."""
     return head.layout is not None and head.layout.name == "speculators"

@@ -19,12 +19,7 @@ INPUT, HIDDEN = "input_layernorm", "hidden_norm"
 
 
 def head_rows(layer: str, *, later: tuple[str, ...] = (INPUT,)) -> tuple[Row, ...]:
-    """Return the rows of a head.
-
-    Args:
-        layer: name prefix of its decoder layers.
-        later: the names of the norm before the attention of layers after the first.
-    """
+    """Return the rows of a head; `later` are the names of the norm before the attention of layers after the first."""
     return OUTSIDE + layer_rows(layer, later=later)
 
 
@@ -148,7 +143,6 @@ def is_mla(spec: HeadSpec) -> bool:
 
 
 def yarn_of(spec: HeadSpec) -> Yarn | None:
-    """Return a head's YaRN; None if it has none."""
     return spec.rope.scaling if isinstance(spec.rope.scaling, Yarn) else None
 
 

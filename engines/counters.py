@@ -28,7 +28,6 @@ class Counts:
         accepted: drafted tokens that were accepted, without the bonus tokens.
         per_position: in how many drafts the tokens up to each position were all accepted; None if the engine does not
             count it.
-        prompts: number of prompts in the group.
     """
 
     drafts: float
@@ -90,11 +89,7 @@ class Totals:
     whole: bool = False
 
     def since(self, before: Totals, where: str) -> Mapping[str, float]:
-        """Return the differences to an earlier reading of the same server.
-
-        Raises:
-            CountersReset: a counter went backwards, or is gone.
-        """
+        """Return the differences to an earlier reading of the same server."""
         back = [n for n, value in before.totals.items() if self.totals.get(n, -1.0) < value]
         if back:
             raise CountersReset(
@@ -152,7 +147,6 @@ def totals(metrics: str, names: Iterable[str], by_place: Iterable[str] = (), pla
     Only `_total` samples count: each has a `_created` one next to it that holds a time. Other lines are ignored.
 
     Args:
-        metrics: the Prometheus text format.
         names: counters; one that was never raised may have no sample.
         by_place: counters of each position of a draft.
         place: the label that holds the position.

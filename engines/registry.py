@@ -40,16 +40,7 @@ GROUP = "kconv.engines"
 
 
 class Own(NamedTuple):
-    """One of kconv's own layouts, with what help needs before its module is loaded.
-
-    Attributes:
-        name: the layout's.
-        module: its module in this package.
-        constant: its name in that module.
-        engines: the engines that load it.
-        written: whether kconv writes it.
-        called: the layout's.
-    """
+    """One of kconv's own layouts, with what help needs before its module is loaded; `called` is the layout's."""
 
     name: str
     module: str
@@ -187,10 +178,6 @@ def detect(config: Mapping[str, Any], names: Names) -> Layout:
 def layout_for(name: str, drafter: Drafter) -> Layout:
     """Return the layout to write for what a user calls it: a layout's name, or an engine's.
 
-    Args:
-        name: one of `writable`.
-        drafter: the family of the drafter to write.
-
     Raises:
         UnknownLayout: no layout and no engine of that name.
         LayoutCannot: the layout is another family's, and no layout of the engine is this family's.
@@ -308,10 +295,7 @@ def describe(layout: str) -> str:
 def recognize(engines: Iterable[Engine], pages: Mapping[str, str], where: str) -> tuple[Engine, Counters]:
     """Return the engine whose counters a server shows, and its counters.
 
-    Args:
-        engines: the engines to consider.
-        pages: the text of each metrics page, "" if there is none.
-        where: the server, for messages.
+    A page that the server lacks is "" in `pages`.
 
     Raises:
         CountersMissing: the server shows no engine's counters.
@@ -337,13 +321,7 @@ def recognize(engines: Iterable[Engine], pages: Mapping[str, str], where: str) -
 
 
 def launch_files(spec: Spec, layout: str, served: Deployment | None = None) -> dict[str, str]:
-    """Return the files, by name, that show how to serve a head with the layout's engines.
-
-    Args:
-        spec: the head.
-        layout: its layout.
-        served: what the commands name; None for placeholders.
-    """
+    """Return the files, by name, that show how to serve a head with a layout's engines; None for placeholders."""
     from .base import Deployment
 
     served = served or Deployment()

@@ -124,7 +124,6 @@ def _listed(spec: HeadSpec, target: TargetFacts | None) -> tuple[int, ...] | Non
 
 
 def _type_of(target: TargetFacts | None) -> str:
-    """Return a target's model_type; empty if unknown."""
     return (target.model_type or "") if target is not None else ""
 
 
@@ -167,9 +166,7 @@ EMBEDDING = {
 def captured_keys(spec: HeadSpec, target: TargetFacts | None = None) -> dict[str, Any]:
     """Return the keys of eagle_config that tell SGLang the captured layers.
 
-    Args:
-        spec: the head.
-        target: the target to serve it with; for an MLA head, an unknown target counts as a DeepSeek or Kimi one.
+    For an MLA head, an unknown target counts as a DeepSeek or Kimi one.
     """
     listed = _listed(spec, target) or _outputs_from_1(spec.captured, None) or spec.captured
     return {

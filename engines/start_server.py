@@ -4,11 +4,11 @@
 
 WATCH is a file with what is particular to the engine: `prepare()`, called before it starts, and `watch(watch_load)`,
 which lets its loader call `watch_load(model, load)`. MODULE is its own program, e.g.
-vllm.entrypoints.openai.api_server. An engine allocates a head's parameters
-without clearing the memory and fills those that the folder's tensors name; it does not report the others. So each
-parameter of a head is filled with a mark before loading. At the head's first step, a parameter that still has the
-mark is restored and listed in the file that the environment variable `REPORT` names; parameters shared with the target
-are filled by then. Otherwise the server is the engine's own.
+vllm.entrypoints.openai.api_server. An engine allocates a head's parameters without clearing the memory and fills those
+that the folder's tensors name; it does not report the others. So each parameter of a head is filled with a mark before
+loading. At the head's first step, a parameter that still has the mark is restored and listed in the file that the
+environment variable `REPORT` names; parameters shared with the target are filled by then. Otherwise the server is the
+engine's own.
 """
 
 from __future__ import annotations
@@ -107,14 +107,12 @@ def start(python: Path, watch: str, module: str) -> list[str]:
         python: of the engine's environment. It is not resolved: the link in that environment's folder makes it that
         environment's python.
         watch: the file that watches its loader, as a name beside this file or a path.
-        module: the program.
     """
     own = Path(__file__).absolute()
     return [str(python.absolute()), str(own), str(own.parent / watch), module]
 
 
 def main() -> None:
-    """Start the engine's own program."""
     watch, module = sys.argv.pop(1), sys.argv.pop(1)
     prepare(watch)
     os.environ[WATCH] = watch

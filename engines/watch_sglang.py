@@ -21,7 +21,6 @@ def prepare() -> None:
 
 
 def watch(watch_load: Callable[[Any, Any], Any]) -> None:
-    """Watch SGLang's loader."""
     from sglang.srt.model_loader.loader import DefaultModelLoader  # pyright: ignore[reportMissingImports]
 
     own = DefaultModelLoader.load_weights_only

@@ -38,7 +38,6 @@ def without_amx() -> None:
 
 
 def watch(watch_load: Callable[[Any, Any], Any]) -> None:
-    """Watch vLLM's loader."""
     from vllm.model_executor.model_loader.default_loader import (  # pyright: ignore[reportMissingImports]
         DefaultModelLoader,
     )
