@@ -12,13 +12,13 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from ..checkpoint.formats import CONFIG_KEY
-from ..checkpoint.manifest import FactValue, Hints
+from ..checkpoint.manifest import Hints
 from ..checkpoint.schema import Json
 from ..errors import ConfigInvalid, LayoutCannot, Problem, in_config
 from .base import Config, Drafter, Kind, Names, Spec
 from .captured import EAGLE, UNDECIDED, Captured, default_formula, read_captured, readings
 from .contract import Problems
-from .facts import BASES, TARGETS_DEPTH, Candidate, Fact, Target, stored_layers
+from .facts import TARGETS_DEPTH, Candidate, Fact, bases, neighbors, stored_layers
 from .keys import MAX_LAYERS, NESTED, TOP, Key, architectures, check_fixed, check_full_attention, find, none, off
 from .rope_keys import DEFAULT_THETA, states_theta
 from .slots import INTEGER, Slot
@@ -341,18 +341,6 @@ def _captured(config: Config, hints: Hints, names: Names) -> Sequence[Candidate]
     return found or [Candidate(None, default_formula())]
 
 
-def _neighbors(spec: HeadSpec, target: Target) -> Sequence[FactValue]:
-    """Return the layers one early and one late: the difference between layer inputs and outputs."""
-    return [tuple(layer + by for layer in spec.captured) for by in (-1, 1)]
-
-
-def _bases(spec: HeadSpec, target: Target) -> Sequence[FactValue]:
-    own = target.rope.get("rope_theta")
-    if isinstance(own, (int, float)) and not isinstance(own, bool) and own > 0:
-        return [float(own), *BASES]
-    return BASES
-
-
 FACTS = {
     fact.name: fact
     for fact in (
@@ -364,7 +352,7 @@ FACTS = {
             read=lambda spec: spec.captured,
             candidates=_captured,
             put=lambda spec, value: replace(spec, captured=value),
-            rivals=_neighbors,
+            rivals=neighbors,
             words="outputs of layers {}",
             beside={"captured_are": "outputs"},
         ),
@@ -378,7 +366,7 @@ FACTS = {
                 Candidate(DEFAULT_THETA, "the default of trainers and of LlamaConfig")
             ],
             put=lambda spec, value: replace(spec, rope=replace(spec.rope, theta=value)),
-            rivals=_bases,
+            rivals=bases,
             stated=states_theta,
         ),
         Fact(

@@ -42,6 +42,19 @@ def _no_rivals(spec: Spec, target: Target) -> tuple[FactValue, ...]:
     return ()
 
 
+def neighbors(spec: Spec, target: Target) -> Sequence[FactValue]:
+    """Return the layers one early and one late: the difference between layer inputs and outputs."""
+    return [tuple(layer + by for layer in spec.captured) for by in (-1, 1)]
+
+
+def bases(spec: Spec, target: Target) -> Sequence[FactValue]:
+    """Return the target's RoPE base, and those of trainers and targets."""
+    own = target.rope.get("rope_theta")
+    if isinstance(own, (int, float)) and not isinstance(own, bool) and own > 0:
+        return [float(own), *BASES]
+    return BASES
+
+
 @dataclass(frozen=True)
 class Fact:
     """A fact that a head's files may leave open.

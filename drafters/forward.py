@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..errors import TensorMissing, TensorShape, TensorUnknown
 from .attention import Context, project_gqa, project_mla, rms_norm
+from .base import Spec
 from .chain import draft_logits
 from .contract import check_d2t
 from .rope import cos_sin
@@ -49,7 +50,7 @@ class DraftHead:
     """
 
     def __init__(self, spec: HeadSpec, weights: Mapping[str, Tensor]) -> None:
-        _check_tensors(spec, weights)
+        check_tensors(spec, weights)
         if "d2t" in weights:
             for breach in check_d2t(spec, weights["d2t"].cpu()):
                 raise breach.error()
@@ -160,7 +161,7 @@ class DraftHead:
         return linear("down_proj", F.silu(linear("gate_proj", x)) * linear("up_proj", x))
 
 
-def _check_tensors(spec: HeadSpec, weights: Mapping[str, Tensor]) -> None:
+def check_tensors(spec: Spec, weights: Mapping[str, Tensor]) -> None:
     """Refuse weights that do not match the spec: an extra norm would be ignored silently."""
     known = needs(spec)
     # t2d adds nothing to d2t.
