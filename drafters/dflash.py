@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.formats import CONFIG_KEY
 from ..checkpoint.manifest import Hints
 from ..checkpoint.schema import Json
-from ..errors import CapturedUndecided, ConfigInvalid, ConfigUnsupported, LayoutCannot, in_config
-from .base import Config, Drafter, Kind, Names, RunningDrafter
+from ..errors import CapturedUndecided, ConfigInvalid, ConfigUnsupported, in_config
+from .base import Config, Drafter, Kind, Names
 from .captured import MAX_DEPTH, UNDECIDED, Captured
 from .contract import Problems
-from .facts import BASES, TARGETS_DEPTH, Candidate, Fact, stored_layers
+from .facts import BASES, TARGETS_DEPTH, Candidate, Fact, bases, neighbors, stored_layers
 from .keys import ABSENT, GQA, MAX_LAYERS, Key, architectures, check_fixed, check_full_attention, find, off
 from .rope_keys import DEFAULT_THETA, states_theta
 from .slots import INTEGER, Slot
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..rule import Rule
+    from .dflash_forward import BlockDrafter
 
 NESTED = "dflash_config"
 VANILLA, GATED, RNN = "vanilla", "gated", "rnn"
@@ -551,6 +552,8 @@ FACTS = {
             line="captured",
             read=lambda spec: spec.captured,
             candidates=_guesses,
+            put=lambda spec, value: replace(spec, captured=value),
+            rivals=neighbors,
             words="outputs of layers {}",
             beside={"captured_are": "outputs"},
         ),
@@ -564,6 +567,8 @@ FACTS = {
                 Candidate(DEFAULT_THETA, "the default of Qwen3Config"),
                 Candidate(BASES[-1], "vLLM's default for this family"),
             ],
+            put=lambda spec, value: replace(spec, rope=replace(spec.rope, theta=value)),
+            rivals=bases,
             stated=states_theta,
         ),
         Fact(
@@ -730,11 +735,10 @@ def _rules() -> tuple[Rule[Any], ...]:
     )
 
 
-def _load(spec: DFlashSpec, weights: Mapping[str, Tensor]) -> RunningDrafter:
-    raise LayoutCannot(
-        "kconv does not draft with a DFlash drafter yet, so nothing can be measured",
-        fix="Check its files (kconv validate without --prompts and --states), and measure it in an engine.",
-    )
+def _load(spec: DFlashSpec, weights: Mapping[str, Tensor]) -> BlockDrafter:
+    from .dflash_forward import BlockDrafter
+
+    return BlockDrafter(spec, weights)
 
 
 DFLASH = Drafter(

@@ -11,14 +11,18 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
-from support.block_drafters import FORMS, OWN, Form
+from support.block_drafters import DFLASH, DSPARK, FORMS, OWN, Form
+from support.heads import random_slots, write_head
 from support.published import OTHERS
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import Hints, read_manifest
+from kconv.cli import main
 from kconv.convert.read import Head, read, read_head, read_weights
 from kconv.drafters.dflash import Markov, guessed
 from kconv.drafters.registry import drafters
+from kconv.engines import by_name
+from kconv.errors import ConfigInvalid
 
 READ = {name: form for name, form in FORMS.items() if form.layout}
 ENGINES = ("vllm", "sglang", "trtllm", "portable", "speculators")
@@ -26,8 +30,6 @@ ENGINES = ("vllm", "sglang", "trtllm", "portable", "speculators")
 
 def kconv(*words: object, fails: bool = False) -> dict[str, Any]:
     """Return the JSON that a command prints."""
-    from kconv.cli import main
-
     done = CliRunner().invoke(main, [*map(str, words), "--json"])
     assert done.exit_code == fails, done.output
     return json.loads(done.stdout)
@@ -89,8 +91,6 @@ def test_a_form_is_named_and_shows_what_its_files_leave_open(form, tmp_path):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("form", READ.values(), ids=READ)
 def test_a_form_is_written_for_an_engine_with_every_bit_or_refused_by_name(form, engine, tmp_path, target):
-    from kconv.cli import main
-
     folder, out = form.write(tmp_path / "form"), tmp_path / "out"
     told = [*options(form), *(["--target", str(target)] if engine == "speculators" else [])]
     why = form.refused.get(engine) or form.refused.get("")
@@ -146,14 +146,6 @@ def test_the_guess_is_that_of_z_labs_code(depth, layers, ids):
     assert guessed(depth, layers) == ids
 
 
-def test_it_is_not_measured_yet(tmp_path):
-    from kconv.errors import LayoutCannot
-
-    head = read_head(open_checkpoint(FORMS["z-lab, Qwen3"].write(tmp_path / "form")))
-    with pytest.raises(LayoutCannot, match="does not draft with a DFlash drafter yet"):
-        head.drafter.load(head.spec, read_weights(head))
-
-
 # The header that ModelOpt 0.47 exports: hidden 128, three captured layers, rank 32, a vocabulary of 512.
 GOLDEN = {
     "fc.weight": (128, 384), "hidden_norm.weight": (128,), "norm.weight": (128,), "markov_w1.weight": (512, 32),
@@ -174,28 +166,121 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_what_modelopt_exports_is_read_and_every_tensor_has_its_slot(mode, tmp_path):
+@pytest.fixture(scope="module", params=MODES)
+def trained(request, tmp_path_factory) -> tuple[str, Any, Path]:
+    """A mode, ModelOpt's model with random weights in its module, and what its exporter makes of it."""
     import modelopt.torch.speculative as mtsp
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     dims = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
             "intermediate_size": 384}  # fmt: skip
-    model = Qwen3ForCausalLM(Qwen3Config(**dims | {"num_hidden_layers": 6}, vocab_size=512, hidden_size=128,
-                                         max_position_embeddings=256, torch_dtype="float32"))  # fmt: skip
-    head = {"projector_type": "dspark", "markov_rank": 32} | MODES[mode] if MODES[mode] else {}
-    mtsp.convert(model, [("dflash", {
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(**dims | {"num_hidden_layers": 6}, vocab_size=512, hidden_size=128, max_position_embeddings=256)
+    ).float()
+    head = {"projector_type": "dspark", "markov_rank": 32} | MODES[request.param] if MODES[request.param] else {}
+    config = {
         "dflash_block_size": 4, "dflash_num_anchors": 4, "dflash_mask_token_id": 511,
         "dflash_use_torch_compile": False,
         "dflash_architecture_config": dims | {"target_layer_ids": [1, 2, 3]} | head,
-    })])  # fmt: skip
-    model.get_exporter().export(tmp_path / "head", torch.float32)
-    reading = read(open_checkpoint(tmp_path / "head"))
+    }  # fmt: skip
+    mtsp.convert(model, [("dflash", config)])
+    for name, weight in model.dflash_module.named_parameters():
+        drawn = torch.randn(weight.shape) * (0.2 if "norm" in name else 0.1)
+        weight.data = drawn + 1 if "norm" in name else drawn
+    folder = tmp_path_factory.mktemp(request.param) / "head"
+    model.get_exporter().export(folder, torch.float32)
+    return request.param, model.eval(), folder
+
+
+def test_what_modelopt_exports_is_read_and_every_tensor_has_its_slot(trained):
+    mode, _, folder = trained
+    reading = read(open_checkpoint(folder))
     assert not reading.problems and reading.layout is not None
     found = {name: info.shape for name, info in reading.checkpoint.tensors.items()}
     assert len(found) == {"dflash": 36, "vanilla": 40}.get(mode, 42)
     assert all(GOLDEN[name] == shape for name, shape in found.items())
-    spec = reading.spec
-    assert (spec.shift, spec.causal, spec.block, spec.mask, spec.captured) == (bool(head), False, 4, 511, (1, 2, 3))
+    spec, head = reading.spec, mode != "dflash"
+    assert (spec.shift, spec.causal, spec.block, spec.mask, spec.captured) == (head, False, 4, 511, (1, 2, 3))
     assert (spec.markov.rank, spec.confidence.present) == ((32, True) if head else (0, False))
     assert reading.head is not None and len(reading.head.places) == len(found)
+
+
+@torch.no_grad()
+def test_its_drafts_are_those_of_modelopts_own_module(trained):
+    mode, model, folder = trained
+    head = read_head(open_checkpoint(folder))
+    shared = {"embed_tokens": model.model.embed_tokens.weight, "lm_head": model.lm_head.weight}
+    drafter, places = head.drafter.load(head.spec, read_weights(head) | shared), head.spec.places
+    assert places == (3 if mode == "dflash" else 4)
+    text, distinct = torch.randint(0, 500, (1, 90)), set()
+    for length in (1, 2, 17, 40, 70, 90):
+        base, theirs = model.pseudo_speculative_generate(text[:, :length], places)
+        whole = torch.cat([text[:, :length], base, theirs], dim=1)
+        states = model.model(whole, output_hidden_states=True).hidden_states
+        ours = drafter.draft(whole, torch.cat([states[i + 1] for i in head.spec.captured], dim=-1), places)
+        assert ours.shape == (places, 1, length, 512)
+        assert ours[:, 0, -1].argmax(-1).tolist() == theirs[0].tolist()
+        distinct.update(theirs[0].tolist())
+    assert len(distinct) > 4
+    if mode == "dflash":
+        block = torch.tensor([[base.item(), 511, 511, 511]])
+        states = model.model(text, output_hidden_states=True).hidden_states
+        captured = torch.cat([states[i + 1] for i in head.spec.captured], dim=-1)
+        positions = torch.arange(94)[None]
+        hidden = model.dflash_module(
+            noise_embedding=model.model.embed_tokens(block), target_hidden=captured, position_ids=positions,
+            attention_mask=None,
+        )  # fmt: skip
+        torch.testing.assert_close(ours[:, 0, -1], model.lm_head(hidden)[0, 1:], rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_block_is_drafted_in_the_same_way_whatever_is_drafted_beside_it(trained):
+    mode, _, folder = trained
+    head = read_head(open_checkpoint(folder))
+    weights = read_weights(head) | {"embed_tokens": torch.randn(512, 128), "lm_head": torch.randn(512, 128)}
+    spec = replace(head.spec, causal=mode == "dflash")
+    drafter = head.drafter.load(spec, weights)
+    tokens, captured = torch.randint(0, 500, (2, 80)), torch.randn(2, 80, 3 * 128)
+    every = drafter.draft(tokens, captured, 2)
+    alone = drafter.draft(tokens[1:, :10], captured[1:, :10], 2)
+    torch.testing.assert_close(every[:, 1:, :7], alone, rtol=1e-4, atol=1e-3)
+    with pytest.raises(ConfigInvalid, match=f"drafts {spec.places} tokens, not 5"):
+        drafter.draft(tokens, captured, 5)
+
+
+@torch.no_grad()
+def test_a_markov_head_of_zeros_drafts_the_same():
+    slots = random_slots(replace(DFLASH, shift=True, dtype="F32"))
+    zeros = slots | {"markov_w1": torch.zeros(64, 1), "markov_w2": torch.zeros(64, 1)}
+    tokens, captured = torch.randint(0, 60, (1, 20)), torch.randn(1, 20, 3 * 48)
+    one, other = (
+        spec.drafter.load(spec, weights).draft(tokens, captured, 4)
+        for spec, weights in (
+            (replace(DFLASH, shift=True, dtype="F32"), slots),
+            (replace(DFLASH, shift=True, dtype="F32", markov=Markov(1)), zeros),
+        )
+    )
+    assert torch.equal(one, other)
+
+
+def test_it_is_measured_with_its_target(tmp_path, tiny_target):
+    """Nothing is trained here: what counts is that every part of the measurement runs."""
+    spec = replace(DSPARK, hidden=64, target_hidden=64, vocab=512, draft_vocab=512, mask=511, dtype="F32")
+    slots = random_slots(spec, without=("embed_tokens", "lm_head"))
+    folder = write_head(tmp_path / "head", by_name("dflash-vllm"), spec, slots)
+    prompts = tmp_path / "held-out.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"Tell me about the number {n}."}) + "\n" for n in range(4)))
+    asked = ("validate", folder, "--for", "vllm", "--target", tiny_target, "--prompts", prompts, "--new-tokens", 12)
+    found = kconv(*asked, fails=True)
+    # It is not trained, so it drafts worse than a table of pairs.
+    assert {one["rule"] for one in found["findings"] if one["severity"] == "error"} <= {"K204", "K363"}
+    assert {"output", "bigram"} <= {row["drafter"] for row in found["figures"]["acceptance"]}
+    readings = {tuple(row["facts"]["captured"]) for row in found["figures"]["readings"]}
+    assert readings == {(1, 3, 5), (0, 2, 4), (2, 4, 6)}
+    refused = CliRunner().invoke(main, [*map(str, asked), "--draft-tokens", "5"])
+    assert refused.exit_code == 1 and "a block of 4 slots drafts 4 tokens, not 5" in refused.output
+    bench = ("bench", "--head", folder, "--target", tiny_target, "--suite", prompts, "--max-tokens", 12)
+    rows = kconv(*bench, "--out", tmp_path / "a.json")["rows"]
+    assert rows and all(row["draft_tokens"] == 3 for row in rows)
