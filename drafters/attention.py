@@ -74,7 +74,7 @@ class ChainContext:
         self._entries[layer].append((repeat_heads(key, query), repeat_heads(value, query)))
         batch, heads, chains, _ = query.shape
         lot = max(1, SCORE_BYTES // (4 * batch * chains**2))
-        parts = []
+        parts: list[Tensor] = []
         for at in range(0, heads, lot):
             own = slice(at, at + lot)
             parts.append(_along(query[:, own], [(k[:, own], v[:, own]) for k, v in self._entries[layer]], scale))

@@ -73,7 +73,7 @@ class BlockDrafter:
         context = F.linear(captured[:, :chains].to(weights["fc"].dtype), weights["fc"])
         context = rms_norm(context, weights["hidden_norm"], spec.eps)
         entries = [self._project(layer, context, torch.arange(chains))[1:] for layer in range(spec.layers)]
-        found = []
+        found: list[Tensor] = []
         for begin in range(0, chains, AT_ONCE):
             block = torch.arange(begin, min(begin + AT_ONCE, chains))
             hidden = self._hidden(tokens[:, block + 1], block, entries)
@@ -110,21 +110,20 @@ class BlockDrafter:
             query, key, value = self._project(layer, normed, positions)
             past_key, past_value = (repeat_heads(entry, query) for entry in entries[layer])
             # [B, heads, C, block, head_dim]
-            own = [
-                t.unflatten(2, (-1, spec.block)) for t in (query, repeat_heads(key, query), repeat_heads(value, query))
-            ]
+            parts = query, repeat_heads(key, query), repeat_heads(value, query)
+            own = [torch.unflatten(part, 2, (-1, spec.block)) for part in parts]
             inside = own[0] @ own[1].transpose(-1, -2)
             inside = (hide_future(inside) if spec.causal else inside).flatten(2, 3)
             outside = (query @ past_key.transpose(-1, -2)).masked_fill(unseen, float("-inf"))
             scale = softmax_scale(spec.rope, spec.attention)
             shares = softmax(torch.cat([outside, inside], dim=-1) * scale)
-            of_block = shares[..., -spec.block :].unflatten(2, (-1, spec.block)) @ own[2]
+            of_block = torch.unflatten(shares[..., -spec.block :], 2, (-1, spec.block)) @ own[2]
             output = shares[..., : -spec.block] @ past_value + of_block.flatten(2, 3)
             x = x + self._linear(f"{layer}.o_proj", output.transpose(1, 2).flatten(2))
             normed = rms_norm(x, weights[f"{layer}.post_attention_layernorm"], spec.eps)
             gate, up = self._linear(f"{layer}.gate_proj", normed), self._linear(f"{layer}.up_proj", normed)
             x = x + self._linear(f"{layer}.down_proj", F.silu(gate) * up)
-        return rms_norm(x, weights["norm"], spec.eps).unflatten(1, (-1, spec.block))
+        return torch.unflatten(rms_norm(x, weights["norm"], spec.eps), 1, (-1, spec.block))
 
     def _bias(self, previous: Tensor, hidden: Tensor) -> Tensor:
         """Return what the Markov head adds to the logits, `[B, C, K, draft_vocab]`; 0 without one.
@@ -140,7 +139,7 @@ class BlockDrafter:
         if spec.markov.kind == GATED:
             embedded = self._linear("markov_gate", torch.cat([hidden, embedded], dim=-1)).sigmoid() * embedded
         elif spec.markov.kind == RNN:
-            state, outputs = torch.zeros_like(embedded[:, :, 0]), []
+            state, outputs = torch.zeros_like(embedded[:, :, 0]), list[Tensor]()
             for place in range(embedded.shape[2]):
                 read = torch.cat([state, embedded[:, :, place], hidden[:, :, place]], dim=-1)
                 keep, new, output = self._linear("markov_joint", read).chunk(3, dim=-1)

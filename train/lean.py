@@ -279,7 +279,8 @@ def _known(model: Any) -> tuple[Tensor, Tensor | None]:
     if model.kconv_known is None:
         # Only the target's tokens that the head drafts: the others cost as much, and nothing uses them.
         rows = slice(None) if d2t is None else torch.arange(len(d2t), device=d2t.device) + d2t
-        model.kconv_known = tuple(None if part is None else part[rows].to(dtype) for part in (known.weight, known.bias))
+        bias = None if known.bias is None else known.bias[rows].to(dtype)
+        model.kconv_known = known.weight[rows].to(dtype), bias
     return model.kconv_known
 
 
@@ -344,9 +345,9 @@ class _JointLoss(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, given: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the gradients, which `forward` computed, times that of the loss."""
-        grads, ctx.grads = ctx.grads, None
+        given, grads, ctx.grads = grad_outputs[0], ctx.grads, None
         return None, None, None, None, None, *(None if one is None else one.mul_(given) for one in grads)
 
 
