@@ -9,17 +9,17 @@ the token drafted one place before. The heads of both read the target's embeddin
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.formats import CONFIG_KEY
-from ..checkpoint.manifest import Hints
 from ..checkpoint.schema import Json
-from ..errors import CapturedUndecided, ConfigInvalid, ConfigUnsupported, in_config
+from ..errors import ConfigInvalid, ConfigUnsupported, in_config
 from .base import Config, Drafter, Kind, Names
-from .captured import MAX_DEPTH, UNDECIDED, Captured
+from .captured import UNDECIDED
 from .contract import Problems
+from .dflash_captured import CONVENTION, LISTS, NESTED, guesses, read_captured, stated
 from .facts import BASES, TARGETS_DEPTH, Candidate, Fact, bases, neighbors, stored_layers
 from .keys import ABSENT, GQA, MAX_LAYERS, Key, architectures, check_fixed, check_full_attention, find, off
 from .rope_keys import DEFAULT_THETA, states_theta
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from ..rule import Rule
     from .dflash_forward import BlockDrafter
 
-NESTED = "dflash_config"
 VANILLA, GATED, RNN = "vanilla", "gated", "rnn"
 
 
@@ -261,16 +260,6 @@ FIXED: Mapping[str, tuple[Any, ...]] = {
     f"{NESTED}.projector_type": ("dflash", "dspark", None),
 }
 
-# Where a config lists the captured layers, and by how much each number is above the layer's, counted by its output:
-# https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py#L113-L150
-OUTPUT_LISTS = ("target_layer_ids", f"{NESTED}.target_layer_ids")
-LISTS: Mapping[str, int] = {
-    **dict.fromkeys((*OUTPUT_LISTS, "dspark_target_layer_ids"), 0),
-    **dict.fromkeys(("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids", f"{NESTED}.layer_ids"), 1),
-}
-# What kconv writes next to a list; no engine reads it.
-CONVENTION = "target_layer_ids_are"
-
 # Read elsewhere, or without effect: the target's embedding and lm_head are shared, tied or not.
 ELSEWHERE = frozenset(
     (
@@ -306,7 +295,7 @@ def _check_keys(config: Config, tensors: Names, problems: Problems) -> None:
             "Serve it with the engine that it was made for.",
             "K013",
         )
-    mask, vocab = _stated(config, MASK), config.get("vocab_size")
+    mask, vocab = stated(config, MASK), config.get("vocab_size")
     if isinstance(mask, int) and isinstance(vocab, int) and mask >= vocab:
         problems.add(
             ConfigInvalid,
@@ -324,123 +313,6 @@ def _check_keys(config: Config, tensors: Names, problems: Problems) -> None:
             "Serve the folder as it is with vLLM, which reads that file.",
             "K504",
         )
-
-
-def _stated(config: Config, key: str) -> Any:
-    """Return a key's value at the top level or in `dflash_config`; None if it is in neither place."""
-    return next((v for n in (key, f"{NESTED}.{key}") if (v := find(config, n)) not in (ABSENT, None)), None)
-
-
-def _depth(config: Config, hints: Hints) -> int | None:
-    """Return the target's number of layers; TorchSpec writes the number of captured layers under this key."""
-    depth: Json = config.get("num_target_layers")
-    stated = depth if isinstance(depth, int) and not isinstance(depth, bool) else None
-    return hints.target_layers if hints.target_layers is not None else stated
-
-
-def _layer_ids(value: Json | tuple[int, ...], where: str, less: int, code: str = "K145") -> tuple[int, ...]:
-    """Return a list of layers as outputs.
-
-    Raises:
-        ConfigInvalid: it is not a list of ascending layers.
-        ConfigUnsupported: one of them is the target's embedding.
-    """
-    ids = tuple(value) if isinstance(value, (list, tuple)) else ()
-    whole = all(isinstance(i, int) and not isinstance(i, bool) and -1 <= i < MAX_DEPTH for i in ids)
-    if not ids or not whole or list(ids) != sorted(set(ids)):
-        raise ConfigInvalid(
-            f"{value!r} is not a list of distinct, ascending layer ids",
-            where=where,
-            fix="Correct the list: fc takes the states side by side, in the order of the list.",
-            code=code,
-        )
-    if ids[0] - less < 0:
-        raise ConfigUnsupported(
-            f"{list(ids)} asks for the target's embedding, which is no layer's output",
-            where=where,
-            fix="Serve it with the code that it was trained with; no engine captures the embedding.",
-            code=code,
-        )
-    return tuple(i - less for i in ids)
-
-
-def read_captured(config: Config, hints: Hints, names: Names, problems: Problems) -> Captured | None:
-    """Decide which layers a drafter reads, as outputs of 0-based layers; see `Drafter.captured`."""
-    found: dict[str, tuple[int, ...]] = {}
-    before = len(problems)
-    for path, above in LISTS.items():
-        if (value := find(config, path)) not in (ABSENT, None, []):
-            less = {"outputs": 0, "inputs": 1}[hints.captured_are] if hints.captured_are else above
-            with problems.catching():
-                found[path] = _layer_ids(value, in_config(path), less)
-    if len(problems) > before:
-        return None
-    with problems.catching():
-        decided = _decide(found, config, hints)
-        depth = _depth(config, hints)
-        if depth is not None and depth != len(decided.ids) and decided.ids[-1] >= depth:
-            raise ConfigInvalid(
-                f"it reads the output of layer {decided.ids[-1]}, but the target's last layer is {depth - 1}"
-                f" ({decided.how})",
-                where="--captured" if hints.captured else in_config(next(iter(found), "")),
-                fix="Pass the layers that it was trained on (--captured), and its own target.",
-                code="K148",
-            )
-        return decided
-    return None
-
-
-def _decide(found: Mapping[str, tuple[int, ...]], config: Config, hints: Hints) -> Captured:
-    if len(set(found.values())) > 1:
-        said = ", ".join(f"{path} means the outputs of {list(ids)}" for path, ids in found.items())
-        raise ConfigInvalid(
-            f"the config lists other captured layers in each place: {said}",
-            where=in_config(", ".join(found)),
-            fix="Each engine would pick one of them; keep the one that it was trained with.",
-            code="K146",
-        )
-    listed = next(iter(found.values()), None)
-    if hints.captured is not None:
-        ids = _layer_ids(hints.captured, "--captured", 1 if hints.captured_are == "inputs" else 0, "K008")
-        if listed not in (None, ids):
-            raise ConfigInvalid(
-                f"{next(iter(found))} means the outputs of {list(listed or ())}, but --captured says {list(ids)}",
-                where=in_config(next(iter(found))),
-                fix="Remove --captured, or correct the config if it is wrong.",
-            )
-        word = f"--captured {','.join(map(str, hints.captured))}"
-        return Captured(ids, f"set by the user: {list(ids)} are layer outputs", "" if listed else word)
-    if listed is None:
-        raise CapturedUndecided(
-            "the config does not say which target layers it reads",
-            where=in_config(OUTPUT_LISTS[1]),
-            fix="Pass --captured with the 0-based layer outputs that it was trained on. SGLang guesses them, wrongly"
-            " for most published drafters.",
-            needs="--captured",
-        )
-    path = next(iter(found))
-    counted = "inputs" if LISTS[path] else "outputs"
-    if hints.captured_are and hints.captured_are != counted:
-        word = f"--captured-are {hints.captured_are}"
-        how = f"set by the user: {path} counts layer {hints.captured_are}"
-        return Captured(listed, how, word, f"engines read the key as layer {counted}")
-    return Captured(listed, f"{path} lists {[i + LISTS[path] for i in listed]}: layer {counted}")
-
-
-def guessed(depth: int, layers: int) -> tuple[int, ...]:
-    """Return the layers that z-lab's code and SGLang take if a config lists none.
-
-    https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/speculative/dflash_utils.py#L348
-    """
-    if layers == 1:
-        return (depth // 2,)
-    return tuple(round(1 + i * (depth - 4) / (layers - 1)) for i in range(layers))
-
-
-def _guesses(config: Config, hints: Hints, names: Names) -> Sequence[Candidate]:
-    depth, layers = _depth(config, hints), config.get("num_hidden_layers")
-    known = depth is not None and isinstance(layers, int) and 0 < layers <= MAX_LAYERS and depth > 4
-    return [Candidate(guessed(depth or 0, layers or 0) if known else None, "what z-lab's code and SGLang take for it")]
 
 
 def _room(tensors: Names, values: Config) -> int | None:
@@ -475,7 +347,7 @@ def anchor(config: Config) -> dict[str, Any]:
     if "dspark" in said:
         return {ANCHOR: True}
     # A Markov head belongs to a drafter that samples from the anchor, and this class name to one that does not.
-    return {ANCHOR: False} if "dflash" in said and not _stated(config, "markov_rank") else {}
+    return {ANCHOR: False} if "dflash" in said and not stated(config, "markov_rank") else {}
 
 
 # Of the backbone, outside the layers: in an Eagle3 head the norm of the states is inside the layer.
@@ -551,7 +423,7 @@ FACTS = {
             hint="captured",
             line="captured",
             read=lambda spec: spec.captured,
-            candidates=_guesses,
+            candidates=guesses,
             put=lambda spec, value: replace(spec, captured=value),
             rivals=neighbors,
             words="outputs of layers {}",
@@ -581,7 +453,7 @@ FACTS = {
                 Candidate(None, "the id of the tokenizer's mask token, if it was trained with one"),
                 Candidate(config.get("vocab_size"), "what SGLang takes for it, if the tokenizer has no mask token"),
             ],
-            stated=lambda config: _stated(config, MASK) is not None,
+            stated=lambda config: stated(config, MASK) is not None,
             fills=True,
             words="mask token {}",
         ),
@@ -624,115 +496,9 @@ def _lines(spec: DFlashSpec) -> dict[str, str]:
 
 
 def _rules() -> tuple[Rule[Any], ...]:
-    from ..checkpoint.header import FLOAT_DTYPES
-    from ..rule import Found, Rule
+    from .dflash_rules import RULES
 
-    def special(subject: Any) -> list[Found]:
-        if subject.spec is None:
-            return []
-        found: list[Found] = []
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            ids = subject.flat.get(name)
-            if subject.spec.mask in (ids if isinstance(ids, list) else [ids]):
-                found.append(Found(f"config.json: {MASK}", f"the mask token {subject.spec.mask} is {name} too"))
-        return found
-
-    def last(subject: Any) -> list[Found]:
-        depth = subject.target.layers if subject.target else subject.flat.get("num_target_layers")
-        if subject.captured is None or depth == len(subject.captured) or subject.captured[-1] != (depth or 0) - 1:
-            return []
-        what = f"it reads the output of layer {subject.captured[-1]}, the target's last one"
-        return [Found("config.json: target_layer_ids", what)]
-
-    def renamed(subject: Any) -> list[Found]:
-        if subject.spec is None or subject.layout is None or not subject.spec.is_dspark:
-            return []
-        named = architectures(subject.config)
-        if "dflash" not in named.lower() or "dspark" in named.lower():
-            return []
-        has = "a Markov head" if subject.spec.markov.rank else "no Markov head"
-        return [Found("config.json: architectures", f"{named}, but it samples from the anchor and has {has}")]
-
-    def dtype(subject: Any) -> list[Found]:
-        stated = {name: subject.config.get(name) for name in ("dtype", "torch_dtype")}
-        return [
-            Found(f"config.json: {name}", f"{value!r} is no dtype")
-            for name, value in stated.items()
-            if value is not None and str(value).removeprefix("torch.") not in FLOAT_DTYPES
-        ]
-
-    return (
-        Rule(
-            "K501",
-            "mask-token-unstated",
-            "undecided",
-            "The config does not state the mask token. SGLang takes the tokenizer's, or an untrained row.",
-            fix="State mask_token_id as it was trained.",
-            seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/speculative/dflash_utils.py",
-            says_fix=True,
-        ),
-        Rule(
-            "K502",
-            "anchor-unstated",
-            "undecided",
-            "Nothing says whether the anchor's slot predicts a token. Read otherwise, the drafts are one place off.",
-            fix="State sample_from_anchor as it was trained.",
-            seen_in="https://github.com/vllm-project/vllm/issues/56792",
-            says_fix=True,
-        ),
-        Rule(
-            "K503",
-            "mask-token-outside",
-            "error",
-            "The mask token has no row in the embedding.",
-            fix="Correct mask_token_id.",
-            says_fix=True,
-        ),
-        Rule(
-            "K504",
-            "mask-embedding-file",
-            "error",
-            "The mask's embedding is in a file of its own, which a copy would leave out.",
-            fix="Serve the folder as it is.",
-            says_fix=True,
-        ),
-        Rule(
-            "K505",
-            "mask-token-special",
-            "warning",
-            "The mask token is the token that begins, ends or pads a text. Few drafters are trained so.",
-            fix="Compare mask_token_id with the training config. With another token almost nothing is accepted.",
-            check=special,
-        ),
-        Rule(
-            "K506",
-            "last-layer-captured",
-            "warning",
-            "The last layer's output is captured. DeepSpec and Automodel take it after the final norm, others before.",
-            fix="Serve it with an engine that takes the state as its trainer did.",
-            seen_in="https://github.com/NVIDIA-NeMo/Automodel/pull/3082",
-            check=last,
-        ),
-        Rule(
-            "K507",
-            "dspark-named-dflash",
-            "error",
-            "It samples from the anchor, but its class is that of drafters that do not. Engines serve it as DFlash,"
-            " in the wrong slots and without its Markov head: 1.27 tokens a step for 2.29, measured with SGLang.",
-            fix="Convert it (kconv to-vllm, to-sglang or to-trtllm), which names the class.",
-            seen_in="https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/export/plugins/hf_spec_export.py",
-            check=renamed,
-        ),
-        Rule(
-            "K508",
-            "dtype-not-one",
-            "error",
-            'A dtype of the config is none. ModelOpt writes "None" if it exports without a dtype; SGLang fails on it.',
-            fix="State the weights' dtype, or export again with one.",
-            seen_in="https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/export/plugins/hf_spec_export.py",
-            check=dtype,
-        ),
-    )
+    return RULES
 
 
 def _load(spec: DFlashSpec, weights: Mapping[str, Tensor]) -> BlockDrafter:

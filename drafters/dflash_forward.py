@@ -110,8 +110,8 @@ class BlockDrafter:
             query, key, value = self._project(layer, normed, positions)
             past_key, past_value = (repeat_heads(entry, query) for entry in entries[layer])
             # [B, heads, C, block, head_dim]
-            parts = query, repeat_heads(key, query), repeat_heads(value, query)
-            own = [torch.unflatten(part, 2, (-1, spec.block)) for part in parts]
+            whole = (query, repeat_heads(key, query), repeat_heads(value, query))
+            own = [torch.unflatten(part, 2, (-1, spec.block)) for part in whole]
             inside = own[0] @ own[1].transpose(-1, -2)
             inside = (hide_future(inside) if spec.causal else inside).flatten(2, 3)
             outside = (query @ past_key.transpose(-1, -2)).masked_fill(unseen, float("-inf"))
@@ -139,7 +139,8 @@ class BlockDrafter:
         if spec.markov.kind == GATED:
             embedded = self._linear("markov_gate", torch.cat([hidden, embedded], dim=-1)).sigmoid() * embedded
         elif spec.markov.kind == RNN:
-            state, outputs = torch.zeros_like(embedded[:, :, 0]), list[Tensor]()
+            state = torch.zeros_like(embedded[:, :, 0])
+            outputs: list[Tensor] = []
             for place in range(embedded.shape[2]):
                 read = torch.cat([state, embedded[:, :, place], hidden[:, :, place]], dim=-1)
                 keep, new, output = self._linear("markov_joint", read).chunk(3, dim=-1)

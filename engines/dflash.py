@@ -11,17 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..drafters.dflash import (
-    CONVENTION,
-    DFLASH,
-    NESTED,
-    OF_DSPARK,
-    VANILLA,
-    DFlashSpec,
-    Markov,
-    anchor,
-    said_to_be,
-)
+from ..drafters.dflash import DFLASH, OF_DSPARK, VANILLA, DFlashSpec, Markov, anchor, said_to_be
+from ..drafters.dflash_captured import CONVENTION, NESTED
 from ..drafters.keys import OUTPUTS, ConfigTable, find
 from ..rule import Found, Rule
 from .common import VLLM_SOURCE

@@ -19,7 +19,8 @@ from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import Hints, read_manifest
 from kconv.cli import main
 from kconv.convert.read import Head, read, read_head, read_weights
-from kconv.drafters.dflash import Markov, guessed
+from kconv.drafters.dflash import Markov
+from kconv.drafters.dflash_captured import guessed
 from kconv.drafters.registry import drafters
 from kconv.engines import by_name
 from kconv.errors import ConfigInvalid

@@ -1,0 +1,122 @@
+"""The rules about DFlash and DSpark drafters that concern every engine, or kconv itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..checkpoint.header import FLOAT_DTYPES
+from ..rule import Found, Rule
+from .dflash import MASK
+from .keys import architectures
+
+
+def _special(subject: Any) -> list[Found]:
+    if subject.spec is None:
+        return []
+    found: list[Found] = []
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        ids = subject.flat.get(name)
+        if subject.spec.mask in (ids if isinstance(ids, list) else [ids]):
+            found.append(Found(f"config.json: {MASK}", f"the mask token {subject.spec.mask} is {name} too"))
+    return found
+
+
+def _last(subject: Any) -> list[Found]:
+    depth = subject.target.layers if subject.target else subject.flat.get("num_target_layers")
+    if subject.captured is None or depth == len(subject.captured) or subject.captured[-1] != (depth or 0) - 1:
+        return []
+    what = f"it reads the output of layer {subject.captured[-1]}, the target's last one"
+    return [Found("config.json: target_layer_ids", what)]
+
+
+def _renamed(subject: Any) -> list[Found]:
+    if subject.spec is None or subject.layout is None or not subject.spec.is_dspark:
+        return []
+    named = architectures(subject.config)
+    if "dflash" not in named.lower() or "dspark" in named.lower():
+        return []
+    has = "a Markov head" if subject.spec.markov.rank else "no Markov head"
+    return [Found("config.json: architectures", f"{named}, but it samples from the anchor and has {has}")]
+
+
+def _dtype(subject: Any) -> list[Found]:
+    stated = {name: subject.config.get(name) for name in ("dtype", "torch_dtype")}
+    return [
+        Found(f"config.json: {name}", f"{value!r} is no dtype")
+        for name, value in stated.items()
+        if value is not None and str(value).removeprefix("torch.") not in FLOAT_DTYPES
+    ]
+
+
+RULES: tuple[Rule[Any], ...] = (
+    Rule(
+        "K501",
+        "mask-token-unstated",
+        "undecided",
+        "The config does not state the mask token. SGLang takes the tokenizer's, or an untrained row.",
+        fix="State mask_token_id as it was trained.",
+        seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/speculative/dflash_utils.py",
+        says_fix=True,
+    ),
+    Rule(
+        "K502",
+        "anchor-unstated",
+        "undecided",
+        "Nothing says whether the anchor's slot predicts a token. Read otherwise, the drafts are one place off.",
+        fix="State sample_from_anchor as it was trained.",
+        seen_in="https://github.com/vllm-project/vllm/issues/56792",
+        says_fix=True,
+    ),
+    Rule(
+        "K503",
+        "mask-token-outside",
+        "error",
+        "The mask token has no row in the embedding.",
+        fix="Correct mask_token_id.",
+        says_fix=True,
+    ),
+    Rule(
+        "K504",
+        "mask-embedding-file",
+        "error",
+        "The mask's embedding is in a file of its own, which a copy would leave out.",
+        fix="Serve the folder as it is.",
+        says_fix=True,
+    ),
+    Rule(
+        "K505",
+        "mask-token-special",
+        "warning",
+        "The mask token is the token that begins, ends or pads a text. Few drafters are trained so.",
+        fix="Compare mask_token_id with the training config. With another token almost nothing is accepted.",
+        check=_special,
+    ),
+    Rule(
+        "K506",
+        "last-layer-captured",
+        "warning",
+        "The last layer's output is captured. DeepSpec and Automodel take it after the final norm, others before.",
+        fix="Serve it with an engine that takes the state as its trainer did.",
+        seen_in="https://github.com/NVIDIA-NeMo/Automodel/pull/3082",
+        check=_last,
+    ),
+    Rule(
+        "K507",
+        "dspark-named-dflash",
+        "error",
+        "It samples from the anchor, but its class is that of drafters that do not. Engines serve it as DFlash,"
+        " in the wrong slots and without its Markov head: 1.27 tokens a step for 2.29, measured with SGLang.",
+        fix="Convert it (kconv to-vllm, to-sglang or to-trtllm), which names the class.",
+        seen_in="https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/export/plugins/hf_spec_export.py",
+        check=_renamed,
+    ),
+    Rule(
+        "K508",
+        "dtype-not-one",
+        "error",
+        'A dtype of the config is none. ModelOpt writes "None" if it exports without a dtype; SGLang fails on it.',
+        fix="State the weights' dtype, or export again with one.",
+        seen_in="https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/export/plugins/hf_spec_export.py",
+        check=_dtype,
+    ),
+)
