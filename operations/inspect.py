@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from .base import Context
 from .reading import Reading
 
 if TYPE_CHECKING:
+    from ..checkpoint.header import TensorInfo
     from ..convert.read import HeadReading
 
 # Not weights: maps and masks.
@@ -22,6 +24,10 @@ STATED = (
     "architectures", "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
     "vocab_size", "draft_vocab_size", "rope_theta", "max_position_embeddings",
 )  # fmt: skip
+
+
+# More tensors than any drafter has are a whole model's; of these, the number of a layer or an expert is left out.
+MANY, NUMBER = 200, re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 @dataclass(frozen=True, repr=False)
@@ -83,11 +89,7 @@ class Inspected(Result):
         reading = self.reading
         yield Facts(self._facts())
         yield ""
-        tensors = reading.checkpoint.tensors.values()
-        yield Table(
-            ("tensor", "dtype", "shape", "bytes"),
-            [(one.name, one.dtype, " x ".join(map(str, one.shape)), f"{one.size:,}") for one in tensors],
-        )
+        yield from _tables(reading.checkpoint.tensors.values())
         shown = {one.what for one in reading.undecided}
         for problem in reading.problems:
             if problem.what not in shown:
@@ -135,6 +137,26 @@ class Inspected(Result):
             line, said = known[one.fact].line, f"(by {one.word}, not verified{against})"
             shown[line] = (*shown[line], " ", Styled(said, "yellow"))
         return dict(shown)
+
+
+def _tables(tensors: Collection[TensorInfo]) -> Iterator[Part]:
+    """Yield the tensors: each of a head's, or how many of each kind a whole model has."""
+
+    def shape(one: TensorInfo) -> str:
+        return " x ".join(map(str, one.shape))
+
+    if len(tensors) <= MANY:
+        rows = [(one.name, one.dtype, shape(one), f"{one.size:,}") for one in tensors]
+        yield Table(("tensor", "dtype", "shape", "bytes"), rows)
+        return
+    kinds: dict[tuple[str, str, str], list[int]] = {}
+    for one in tensors:
+        kinds.setdefault((NUMBER.sub("*", one.name), one.dtype, shape(one)), []).append(one.size)
+    counted = [
+        (name, f"{len(sizes):,}", dtype, dims, f"{sum(sizes):,}") for (name, dtype, dims), sizes in kinds.items()
+    ]
+    yield Table(("tensors", "number", "dtype", "shape of each", "bytes of all"), counted)
+    yield f"--json names all {len(tensors):,}."
 
 
 def _dims(value: Any) -> str:

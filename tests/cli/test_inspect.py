@@ -3,7 +3,9 @@
 import json
 
 import pytest
+import torch
 from click.testing import CliRunner
+from safetensors.torch import save_file
 from support.heads import MLA, random_slots, read_bytes, write_head
 from support.published import OTHERS
 
@@ -51,6 +53,20 @@ def test_a_target_in_a_heads_place_is_told_where_it_goes(tmp_path):
     assert (shown.exit_code, shown.stderr) == (0, "") and "a whole model" in shown.stdout and "--target" in shown.stdout
     refused = kconv("to-vllm", target, tmp_path / "out")
     assert refused.exit_code == 1 and "a whole model" in refused.stderr and not (tmp_path / "out").exists()
+
+
+def test_a_targets_tensors_are_counted_by_kind_and_all_named_as_json(tmp_path):
+    target = OTHERS["a whole Qwen3"].write(tmp_path / "target")
+    experts = {
+        f"model.layers.{i}.mlp.experts.{j}.up_proj.weight": torch.zeros(2, 3) for i in range(4) for j in range(64)
+    }
+    held = {"model.norm.weight": torch.zeros(4, dtype=torch.bfloat16)} | experts
+    save_file(held, target / "model.safetensors")
+    rows = [line.split() for line in kconv("inspect", target).stdout.splitlines()]
+    assert ["model.layers.*.mlp.experts.*.up_proj.weight", "256", "F32", "2", "x", "3", "6,144"] in rows
+    assert ["model.norm.weight", "1", "BF16", "4", "8"] in rows
+    named = [one["name"] for one in json.loads(kconv("inspect", target, "--json").stdout)["tensors"]]
+    assert sorted(named) == sorted(held)
 
 
 def test_verify_finds_a_changed_output(head, tmp_path):
