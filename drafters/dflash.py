@@ -22,7 +22,7 @@ from .contract import Problems
 from .dflash_captured import CONVENTION, LISTS, NESTED, guesses, read_captured, stated
 from .facts import BASES, TARGETS_DEPTH, Candidate, Fact, bases, neighbors, stored_layers
 from .keys import ABSENT, GQA, MAX_LAYERS, Key, architectures, check_fixed, check_full_attention, find, off
-from .rope_keys import DEFAULT_THETA, states_theta
+from .rope_keys import DEFAULT_THETA, PLACES, states_theta
 from .slots import INTEGER, Slot
 from .spec import Gqa, Rope
 
@@ -283,6 +283,16 @@ def _check_keys(config: Config, tensors: Names, problems: Problems) -> None:
     for name, allowed in FIXED.items():
         code = "K198" if name == CONFIG_KEY else "K013"
         check_fixed(name, allowed, config, problems, what="DFlash drafters", code=code)
+    for place in ("", *(f"{place}." for place in PLACES)):
+        check_fixed(
+            f"{place}partial_rotary_factor",
+            (1, None),
+            config,
+            problems,
+            what="DFlash drafters",
+            fix="Remove the key if it was copied from the target: trainers rotate whole heads, whatever it says.",
+            code="K509",
+        )
     check_full_attention(config, problems)
     kind = next(
         (v for n in ("markov_head_type", f"{NESTED}.markov_head_type") if (v := find(config, n)) is not ABSENT), ""
@@ -303,6 +313,14 @@ def _check_keys(config: Config, tensors: Names, problems: Problems) -> None:
             in_config(MASK),
             "Correct the key: the mask is a token of the target's own embedding.",
             "K503",
+        )
+    if stated(config, "block_size") == 1 and _stated_anchor(config) is False:
+        problems.add(
+            ConfigInvalid,
+            "block_size is 1, and the anchor's slot predicts nothing: a block drafts no token",
+            in_config("block_size"),
+            "Correct the key.",
+            "K012",
         )
     folders = {info.file.parent for info in tensors.values()}
     if any((folder / MASK_FILE).is_file() for folder in folders):
@@ -330,9 +348,9 @@ def said_to_be(config: Config) -> str:
     return f"{architectures(config)} {config.get('speculators_model_type')} {kind}".lower()
 
 
-def _states_anchor(config: Config) -> bool:
+def _stated_anchor(config: Config) -> Any:
     shift = next(key for key in KEYS if key.field == "shift")
-    return any(find(config, name) not in (ABSENT, None) for name in shift.names + shift.also)
+    return next((v for n in shift.names + shift.also if (v := find(config, n)) not in (ABSENT, None)), None)
 
 
 def anchor(config: Config) -> dict[str, Any]:
@@ -341,7 +359,7 @@ def anchor(config: Config) -> dict[str, Any]:
     DeepSpec gives its DFlash drafters, which do, the class of DSpark and a Markov head of rank 0:
     https://github.com/vllm-project/vllm/issues/49614
     """
-    if _states_anchor(config):
+    if _stated_anchor(config) is not None:
         return {}
     said = said_to_be(config)
     if "dspark" in said:
@@ -368,7 +386,7 @@ def _looks_like(names: Names) -> bool:
 
 def _marks(config: Config, names: Names) -> bool:
     said = said_to_be(config)
-    return NESTED in config or "dflash" in said or "dspark" in said or _looks_like(names)
+    return isinstance(config.get(NESTED), Mapping) or "dflash" in said or "dspark" in said or _looks_like(names)
 
 
 def _says(word: str) -> Callable[[Config, Names], bool]:
@@ -467,7 +485,7 @@ FACTS = {
                 Candidate(True, "DSpark: the anchor's slot predicts too"),
                 Candidate(False, "DFlash: the anchor's slot predicts nothing"),
             ],
-            stated=_states_anchor,
+            stated=lambda config: _stated_anchor(config) is not None,
             fills=True,
             words="sample from the anchor: {}",
         ),

@@ -139,7 +139,23 @@ def test_no_relative_or_eagle3_head_is_taken_for_one(tmp_path):
 
     for number, form in enumerate((EAGLE3 | OTHERS).values()):
         checkpoint = open_checkpoint(form.write(tmp_path / str(number)))
-        assert not drafters()[0].marks(checkpoint.config, checkpoint.tensors)
+        for config in (checkpoint.config, {**checkpoint.config, "dflash_config": None}):
+            assert not drafters()[0].marks(config, checkpoint.tensors)
+
+
+# The config of a good form, with something that kconv must refuse by name.
+REFUSED = {
+    "the target's partial_rotary_factor": ("z-lab, Qwen3", {"partial_rotary_factor": 0.5}, "copied from the target"),
+    "a block that drafts nothing": ("z-lab, Qwen3", {"block_size": 1}, "a block drafts no token"),
+}
+
+
+@pytest.mark.parametrize(("form", "keys", "why"), REFUSED.values(), ids=REFUSED)
+def test_a_config_is_refused_by_name(form, keys, why, tmp_path):
+    one = FORMS[form]
+    folder = replace(one, config=one.config | keys).write(tmp_path / "form")
+    done = CliRunner().invoke(main, ["to-vllm", str(folder), str(tmp_path / "out"), *options(one)])
+    assert done.exit_code == 1 and why in done.output and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("depth", "layers", "ids"), [(36, 5, (1, 9, 17, 25, 33)), (6, 3, (1, 2, 3)), (28, 1, (14,))])
