@@ -35,8 +35,9 @@ def _renamed(subject: Any) -> list[Found]:
     named = architectures(subject.config)
     if "dflash" not in named.lower() or "dspark" in named.lower():
         return []
+    samples = "samples from the anchor" if subject.spec.shift else "does not sample from the anchor"
     has = "a Markov head" if subject.spec.markov.rank else "no Markov head"
-    return [Found("config.json: architectures", f"{named}, but it samples from the anchor and has {has}")]
+    return [Found("config.json: architectures", f"{named}, but it {samples} and has {has}")]
 
 
 def _dtype(subject: Any) -> list[Found]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..drafters.dflash import DFLASH, OF_DSPARK, VANILLA, DFlashSpec, Markov, anchor, said_to_be
 from ..drafters.dflash_captured import CONVENTION, NESTED
-from ..drafters.keys import OUTPUTS, ConfigTable, find
+from ..drafters.keys import ABSENT, OUTPUTS, ConfigTable, find
 from ..rule import Found, Rule
 from .common import VLLM_SOURCE
 from .config import write_keys
@@ -167,6 +167,13 @@ NO_MARKOV = Limit(
     "Convert it with kconv, which adds a Markov head of zeros; it drafts the same.",
     f"{VLLM_SOURCE}/v1/worker/gpu/spec_decode/dflash/speculator.py#L83-L89",
 )
+
+
+def _runs_past_block(spec: DFlashSpec) -> bool:
+    """Return whether SGLang fills one slot more than the drafter's block has: there a block's size is its drafts'."""
+    return spec.markov.rank > 0 and not spec.shift
+
+
 SGLANG_SHARES = f"{SGLANG_SOURCE}/models/dflash.py#L944-L946"
 
 
@@ -231,7 +238,19 @@ DFLASH_SGLANG = Layout(
     becomes=_with_zeros,
     replaces=_shared("SGLang", SGLANG_SHARES),
     target_limits=LAST_LAYER,
-    limits=(NO_MARKOV, _own_vocabulary("K522", "SGLang", "sglang", SGLANG_SHARES)),
+    limits=(
+        NO_MARKOV,
+        _own_vocabulary("K522", "SGLang", "sglang", SGLANG_SHARES),
+        Limit(
+            "K528",
+            "sglang-markov-without-anchor",
+            _runs_past_block,
+            "SGLang takes block_size as the number of drafts: beside a Markov head it fills one slot more if the anchor"
+            " predicts nothing, so one more than this drafter was trained with",
+            "Serve this drafter with vLLM.",
+            f"{SGLANG_SOURCE}/speculative/dspark_components/dspark_worker_v2.py#L266-L269",
+        ),
+    ),
 )
 
 DFLASH_TRTLLM = Layout(
@@ -439,13 +458,46 @@ def _causal_by_default(head: Any) -> Iterator[Found]:
         yield Found(f"config.json: {NON_CAUSAL}", "not true, so vLLM lets no slot see a later one")
 
 
-def _heads_not_at_top(head: Any) -> Iterator[Found]:
-    if head.spec is None:
-        return
-    asked = {"markov_rank": head.spec.markov.rank > 0, "enable_confidence_head": head.spec.confidence.present}
-    for key, has in asked.items():
-        if has and key not in head.config:
-            yield Found(f"config.json: {key}", f"not at the top level, but {key} in {NESTED} or under another name")
+def _anchor_unread(*paths: str, default: str) -> Callable[[Any], Iterator[Found]]:
+    """Return the check of a drafter that does not sample from the anchor, and must say so where its engine looks."""
+
+    def check(head: Any) -> Iterator[Found]:
+        # vLLM reads the speculators library's drafters in another way, in which false is the default.
+        if head.spec is None or _is_speculators(head) or not _runs_past_block(head.spec):
+            return
+        if all(find(head.config, path) is ABSENT for path in paths):
+            yield Found(f"config.json: {paths[0]}", f"absent, which means true in {default}; the drafter's is false")
+
+    return check
+
+
+def _not_at_top(asked: Callable[[DFlashSpec], Mapping[str, bool]]) -> Callable[[Any], Iterator[Found]]:
+    """Return the check that keys are at the top level; `asked` says which ones a drafter needs there."""
+
+    def check(head: Any) -> Iterator[Found]:
+        for key, has in asked(head.spec).items() if head.spec else ():
+            if has and key not in head.config:
+                yield Found(f"config.json: {key}", f"not at the top level, but {key} in {NESTED} or under another name")
+
+    return check
+
+
+def _read_by_vllm(spec: DFlashSpec) -> dict[str, bool]:
+    return {
+        "markov_rank": spec.markov.rank > 0,
+        "enable_confidence_head": spec.confidence.present,
+        "confidence_head_with_markov": spec.confidence.with_markov,
+    }
+
+
+def _read_by_sglang(spec: DFlashSpec) -> dict[str, bool]:
+    # The default of the last is true.
+    hidden_only = spec.confidence.present and not spec.confidence.with_markov
+    return {
+        "markov_rank": spec.markov.rank > 0,
+        "markov_head_type": spec.markov.rank > 0 and spec.markov.kind != VANILLA,
+        "confidence_head_with_markov": spec.markov.rank > 0 and hidden_only,
+    }
 
 
 def _causal_nested(head: Any) -> Iterator[Found]:
@@ -472,12 +524,13 @@ def _lists_not_nested(head: Any) -> Iterator[Found]:
 
 def _drafts(option: str, slots: Callable[[DFlashSpec], int], words: str) -> Callable[[Any], Iterator[Found]]:
     def check(head: Any) -> Iterator[Found]:
-        if head.spec:
+        if head.spec and not (option == WINDOW and _runs_past_block(head.spec)):
             yield Found("config.json: block_size", f"{option} {slots(head.spec)} {words}")
 
     return check
 
 
+WINDOW = "--speculative-num-draft-tokens"
 CONVERT = "Convert the drafter (kconv to-vllm, to-sglang, to-trtllm or to-portable)."
 VLLM_RULES = (
     _of_family(
@@ -495,7 +548,14 @@ VLLM_RULES = (
     _of_family(
         "K532", "dspark-keys-nested", "error",
         "vLLM reads the keys of DSpark's heads at the top level only. It fails, or builds no such head.",
-        CONVERT, VLLM_DSPARK, _heads_not_at_top,
+        CONVERT, VLLM_DSPARK, _not_at_top(_read_by_vllm),
+    ),
+    _of_family(
+        "K534", "vllm-anchor-default", "error",
+        "vLLM looks for sample_from_anchor at the top level alone, and takes true if it is not there. A DSpark drafter"
+        " that does not sample from the anchor is served one place off.",
+        CONVERT, f"{VLLM_SOURCE}/v1/worker/gpu/spec_decode/dspark/speculator.py#L49-L55",
+        _anchor_unread("sample_from_anchor", default="vLLM"),
     ),
     _of_family(
         "K533", "vllm-drafts-by-flag", "note",
@@ -518,6 +578,11 @@ SGLANG_RULES = (
         CONVERT, f"{SGLANG_SOURCE}/speculative/dspark_components/dspark_config.py", _kind_unstated,
     ),
     _of_family(
+        "K541", "sglang-dspark-keys-nested", "error",
+        "SGLang builds the heads of DSpark from the keys at the top level alone. It fails, or builds other heads.",
+        CONVERT, f"{SGLANG_SOURCE}/models/dspark.py#L385-L405", _not_at_top(_read_by_sglang),
+    ),
+    _of_family(
         "K537", "sglang-dflash-last-layer", "error",
         "SGLang captures before a layer runs, so it never captures the last one's output.",
         "Serve it with vLLM.", f"{SGLANG_SOURCE}/models/qwen3.py#L791", _last_layer,
@@ -526,8 +591,8 @@ SGLANG_RULES = (
         "K538", "sglang-drafts-by-flag", "note",
         "The size of SGLang's verify window is a launch option. SGLang refuses another than the drafter's for DSPARK.",
         "Pass it beside --speculative-algorithm DFLASH or DSPARK.",
-        f"{SGLANG_SOURCE}/speculative/dspark_components/dspark_config.py",
-        _drafts("--speculative-num-draft-tokens", lambda spec: spec.places + 1, "is its verify window"),
+        f"{SGLANG_SOURCE}/arg_groups/speculative_hook.py#L824-L834",
+        _drafts(WINDOW, lambda spec: spec.places + 1, "is its verify window"),
     ),
 )  # fmt: skip
 TRTLLM_RULES = (
@@ -535,5 +600,12 @@ TRTLLM_RULES = (
         "K539", "trtllm-layers-not-nested", "error",
         "TensorRT-LLM looks for the captured layers in dflash_config.target_layer_ids alone.",
         CONVERT, TRT, _lists_not_nested,
+    ),
+    _of_family(
+        "K540", "trtllm-anchor-default", "error",
+        "TensorRT-LLM knows sample_from_anchor by the name shift_label alone, and takes true if it is not there. A"
+        " DSpark drafter that does not sample from the anchor is served one place off.",
+        CONVERT, TRT_DSPARK,  # GQADSparkForCausalLM
+        _anchor_unread(f"{NESTED}.shift_label", "shift_label", default="TensorRT-LLM"),
     ),
 )  # fmt: skip

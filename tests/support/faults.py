@@ -431,6 +431,7 @@ def _mask_elsewhere(folder: Path) -> None:
 
 SHIFTED, CAUSAL = replace(DFLASH, shift=True), replace(DFLASH, causal=True)
 GATED, REDUCED_BLOCK = replace(DSPARK, markov=Markov(8, "gated")), replace(DFLASH, draft_vocab=40)
+UNSHIFTED = replace(DSPARK, shift=False)
 SIX_LAYERS = TARGET | {"num_hidden_layers": 6}
 OF_BLOCK_DRAFTERS: tuple[Fault, ...] = (
     Fault("the mask token deleted", "K501", block("vllm"), also(put(mask_token_id=...), inside(mask_token_id=...))),
@@ -463,6 +464,14 @@ OF_BLOCK_DRAFTERS: tuple[Fault, ...] = (
           put(sliding_window_non_causal=False)),
     Fault("the Markov head's rank in dflash_config alone, for vLLM", "K532", block("vllm", DSPARK),
           put(markov_rank=...)),
+    Fault("the Markov head's rank in dflash_config alone, for SGLang", "K541", block("sglang", DSPARK, (SGLANG,)),
+          put(markov_rank=...)),
+    Fault("a DSpark drafter that does not sample from the anchor, for SGLang", "K528", block("vllm", UNSHIFTED),
+          engines=(SGLANG,)),
+    Fault("the anchor under ModelOpt's name alone, for vLLM", "K534", block("vllm", UNSHIFTED),
+          put(sample_from_anchor=...)),
+    Fault("the anchor under vLLM's name alone, for TensorRT-LLM", "K540", block("trtllm", UNSHIFTED, (TRTLLM,)),
+          inside(shift_label=...)),
     Fault("causality in dflash_config alone, for SGLang", "K535", block("sglang", CAUSAL, (SGLANG,)),
           put(is_causal=...)),
     Fault("the Markov head's kind deleted, for SGLang", "K536", block("sglang", DSPARK, (SGLANG,)),
