@@ -160,8 +160,9 @@ def refuse_target(head: Head, layout: Layout, target: SharedTensors | None) -> N
     The cause is a captured layer, or that the target's embedding replaces the head's own; without a target, a captured
     layer whose meaning depends on the target.
     """
+    depth = target.layers if target else head.read.captured.depth
     for limit in layout.target_limits:
-        if limit.hits(head.spec, target):
+        if limit.hits(head.spec, target) or limit.at_depth(head.spec, depth):
             raise LayoutCannot(limit.what, where="config.json", fix=limit.fix, see=limit.source)
     if target is None:
         return

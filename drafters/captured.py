@@ -49,12 +49,14 @@ class Captured:
         how: a sentence that says how they were decided.
         word: the options, or the default, that decided them; "" if the head's own files do.
         against: the contradicting statement in the head's own files; "" if there is none.
+        depth: the target's number of layers, if the drafter's config or an option states it and the family reads it.
     """
 
     ids: tuple[int, ...]
     how: str
     word: str = ""
     against: str = ""
+    depth: int | None = None
 
 
 def default_outputs(layers: int) -> tuple[int, int, int]:

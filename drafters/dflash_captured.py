@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..checkpoint.manifest import Hints
@@ -31,10 +32,10 @@ def stated(config: Config, key: str) -> Any:
     return next((v for n in (key, f"{NESTED}.{key}") if (v := find(config, n)) not in (ABSENT, None)), None)
 
 
-def _depth(config: Config, hints: Hints) -> int | None:
+def _depth(config: Config, hints: Hints, captured: int | None = None) -> int | None:
     """Return the target's number of layers; TorchSpec writes the number of captured layers under this key."""
     depth: Json = config.get("num_target_layers")
-    own = depth if isinstance(depth, int) and not isinstance(depth, bool) else None
+    own = depth if isinstance(depth, int) and not isinstance(depth, bool) and depth != captured else None
     return hints.target_layers if hints.target_layers is not None else own
 
 
@@ -77,8 +78,8 @@ def read_captured(config: Config, hints: Hints, names: Names, problems: Problems
         return None
     with problems.catching():
         decided = _decide(found, config, hints)
-        depth = _depth(config, hints)
-        if depth is not None and depth != len(decided.ids) and decided.ids[-1] >= depth:
+        depth = _depth(config, hints, len(decided.ids))
+        if depth is not None and decided.ids[-1] >= depth:
             raise ConfigInvalid(
                 f"it reads the output of layer {decided.ids[-1]}, but the target's last layer is {depth - 1}"
                 f" ({decided.how})",
@@ -86,7 +87,7 @@ def read_captured(config: Config, hints: Hints, names: Names, problems: Problems
                 fix="Pass the layers that it was trained on (--captured), and its own target.",
                 code="K148",
             )
-        return decided
+        return replace(decided, depth=depth)
     return None
 
 

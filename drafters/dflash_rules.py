@@ -21,11 +21,13 @@ def _special(subject: Any) -> list[Found]:
     return found
 
 
-def _last(subject: Any) -> list[Found]:
-    depth = subject.target.layers if subject.target else subject.flat.get("num_target_layers")
-    if subject.captured is None or depth == len(subject.captured) or subject.captured[-1] != (depth or 0) - 1:
+def last_layer(subject: Any) -> list[Found]:
+    """Find that a drafter reads the output of its target's last layer, if the depth of that is known."""
+    captured = subject.reading.captured
+    depth = subject.target.layers if subject.target else captured and captured.depth
+    if captured is None or captured.ids[-1] + 1 != depth:
         return []
-    what = f"it reads the output of layer {subject.captured[-1]}, the target's last one"
+    what = f"it reads the output of layer {captured.ids[-1]}, the target's last one"
     return [Found("config.json: target_layer_ids", what)]
 
 
@@ -97,9 +99,9 @@ RULES: tuple[Rule[Any], ...] = (
         "last-layer-captured",
         "warning",
         "The last layer's output is captured. DeepSpec and Automodel take it after the final norm, others before.",
-        fix="Serve it with an engine that takes the state as its trainer did.",
+        fix="Serve it with an engine that takes the state as its trainer did; SGLang takes none of the last layer.",
         seen_in="https://github.com/NVIDIA-NeMo/Automodel/pull/3082",
-        check=_last,
+        check=last_layer,
     ),
     Rule(
         "K507",

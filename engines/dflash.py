@@ -7,12 +7,14 @@ https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/dfla
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from ..drafters.dflash import DFLASH, OF_DSPARK, VANILLA, DFlashSpec, Markov, anchor, said_to_be
 from ..drafters.dflash_captured import CONVENTION, NESTED
+from ..drafters.dflash_rules import last_layer
 from ..drafters.keys import ABSENT, OUTPUTS, ConfigTable, find
 from ..rule import Found, Rule
 from .common import VLLM_SOURCE
@@ -219,11 +221,12 @@ DFLASH_VLLM = Layout(
 
 LAST_LAYER = (
     TargetLimit(
-        lambda spec, target: target is not None and target.layers == spec.captured[-1] + 1,
+        lambda _spec, _target: False,
         "SGLang captures before a layer runs, so it never captures the output of the last layer",
         "Serve this drafter with vLLM.",
-        f"{SGLANG_SOURCE}/models/qwen3.py#L791",
+        f"{SGLANG_SOURCE}/models/qwen3.py#L793-L804",  # set_dflash_layers_to_capture
         "K537",
+        at_depth=lambda spec, depth: depth == spec.captured[-1] + 1,
     ),
 )
 
@@ -365,7 +368,7 @@ def _speculators_config(spec: DFlashSpec, target: TargetFacts | None = None) -> 
     return {key: config[key] for key in OF_THE_SPECULATOR if key in config} | {
         "architectures": ["DSparkSpeculator" if spec.is_dspark else "DFlashSpeculator"],
         "aux_hidden_state_layer_ids": [i + 1 for i in spec.captured],
-        # vLLM would make every layer causal without it.
+        # vLLM makes every layer causal if it is false.
         NON_CAUSAL: True,
         "speculators_config": {
             "algorithm": kind,
@@ -454,8 +457,9 @@ def _anchor_by_default(head: Any) -> Iterator[Found]:
 
 
 def _causal_by_default(head: Any) -> Iterator[Found]:
-    if _is_speculators(head) and "dflash" in said_to_be(head.config) and head.config.get(NON_CAUSAL) is not True:
-        yield Found(f"config.json: {NON_CAUSAL}", "not true, so vLLM lets no slot see a later one")
+    stated = head.config.get(NON_CAUSAL, True)
+    if _is_speculators(head) and "dflash" in said_to_be(head.config) and not stated:
+        yield Found(f"config.json: {NON_CAUSAL}", f"{json.dumps(stated)}, so vLLM lets no slot see a later one")
 
 
 def _anchor_unread(*paths: str, default: str) -> Callable[[Any], Iterator[Found]]:
@@ -510,11 +514,6 @@ def _kind_unstated(head: Any) -> Iterator[Found]:
         yield Found("config.json: markov_head_type", "absent")
 
 
-def _last_layer(head: Any) -> Iterator[Found]:
-    if head.captured and head.target and head.captured[-1] == (head.target.layers or 0) - 1:
-        yield Found("config.json: target_layer_ids", f"layer {head.captured[-1]} is the target's last one")
-
-
 def _lists_not_nested(head: Any) -> Iterator[Found]:
     if head.captured and find(head.config, f"{NESTED}.{IDS}") != list(head.captured):
         yield Found(
@@ -541,8 +540,8 @@ VLLM_RULES = (
     ),
     _of_family(
         "K531", "speculators-causal-default", "error",
-        "vLLM makes every layer of a DFlash drafter of the speculators library causal, unless a key about sliding"
-        " windows is true. The library trains them bidirectional.",
+        "vLLM makes every layer of a DFlash drafter of the speculators library causal if a key about sliding windows is"
+        " false. The library trains layers without a window bidirectional, whatever it says.",
         CONVERT, "https://github.com/vllm-project/vllm/issues/56692", _causal_by_default,
     ),
     _of_family(
@@ -585,7 +584,7 @@ SGLANG_RULES = (
     _of_family(
         "K537", "sglang-dflash-last-layer", "error",
         "SGLang captures before a layer runs, so it never captures the last one's output.",
-        "Serve it with vLLM.", f"{SGLANG_SOURCE}/models/qwen3.py#L791", _last_layer,
+        "Serve it with vLLM.", f"{SGLANG_SOURCE}/models/qwen3.py#L793-L804", last_layer,
     ),
     _of_family(
         "K538", "sglang-drafts-by-flag", "note",

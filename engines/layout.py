@@ -114,6 +114,7 @@ class TargetLimit:
         fix: what to do instead.
         source: tag-pinned link to the line that decides it.
         rule: the rule that reports it for a head's own files; "" if none does.
+        at_depth: whether a head of this spec is affected with a target of so many layers, whatever else it is.
     """
 
     hits: Callable[[Any, TargetFacts | None], bool]
@@ -121,6 +122,7 @@ class TargetLimit:
     fix: str
     source: str
     rule: str = ""
+    at_depth: Callable[[Any, int | None], bool] = lambda _spec, _depth: False
 
 
 def _same(spec: Any) -> Any:

@@ -123,6 +123,18 @@ def test_a_form_is_written_for_an_engine_with_every_bit_or_refused_by_name(form,
     assert {one["rule"] for one in report["findings"]} - errors <= {"K203", "K204", "K214", "K316", "K533", "K538"}
 
 
+@pytest.mark.parametrize(("depth", "told"), [(36, ()), (None, ("--target-layers", "36"))], ids=["config", "option"])
+def test_sglang_never_captures_the_last_layer(depth, told, tmp_path):
+    one = FORMS["z-lab, Qwen3"]
+    config = one.config | {"dflash_config": {"mask_token_id": 60, "target_layer_ids": [1, 9, 17, 25, 35]},
+                           "num_target_layers": depth}  # fmt: skip
+    folder = str(replace(one, config=config).write(tmp_path / "form"))
+    for engine in ("sglang", "portable"):
+        done = CliRunner().invoke(main, [f"to-{engine}", folder, str(tmp_path / engine), *told])
+        assert done.exit_code == 1 and "the output of the last layer" in done.output
+    kconv("to-vllm", folder, tmp_path / "vllm", *told)
+
+
 @pytest.mark.parametrize("other", ENGINES[1:])
 @pytest.mark.parametrize("form", ["ModelOpt, DFlash", "ModelOpt, DSpark", "DeepSpec, DSpark"])
 def test_there_and_back_is_the_same_file(form, other, tmp_path, target):
@@ -141,6 +153,20 @@ def test_no_relative_or_eagle3_head_is_taken_for_one(tmp_path):
         checkpoint = open_checkpoint(form.write(tmp_path / str(number)))
         for config in (checkpoint.config, {**checkpoint.config, "dflash_config": None}):
             assert not drafters()[0].marks(config, checkpoint.tensors)
+
+
+# What a form's config has besides, None for a key that it lacks, and an engine that serves it rightly.
+SERVED = {
+    "speculators' DFlash without a word on windows, by vLLM": (
+        "speculators, DFlash", {"sliding_window_non_causal": None}, "vllm"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "keys", "engine"), SERVED.values(), ids=SERVED)
+def test_an_engine_serves_a_form_as_it_is(form, keys, engine, tmp_path):
+    one = FORMS[form]
+    config = {key: value for key, value in (one.config | keys).items() if value is not None or key not in keys}
+    kconv("validate", replace(one, config=config).write(tmp_path / "form"), "--for", engine)
 
 
 # The config of a good form, with something that kconv must refuse by name.

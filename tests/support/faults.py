@@ -85,7 +85,7 @@ class Fault:
     @property
     def told(self) -> Hints:
         """What the user says of the head, with its target's depth."""
-        layers = self.target["num_hidden_layers"] if self.target else None
+        layers = self.target["num_hidden_layers"] if self.target else self.hints.target_layers
         return self.hints.model_copy(update={"target_layers": layers})
 
     def validate(self, folder: Path) -> Report:
@@ -478,6 +478,10 @@ OF_BLOCK_DRAFTERS: tuple[Fault, ...] = (
           also(put(markov_head_type=...), inside(markov_head_type=...))),
     Fault("the target's last layer captured, for SGLang", "K537", block("sglang", DFLASH, (SGLANG,)),
           target=SIX_LAYERS),
+    Fault("the last of the layers that the config states, for SGLang", "K537", block("sglang", DFLASH, (SGLANG,)),
+          put(num_target_layers=6)),
+    Fault("the last of the layers that an option states, for SGLang", "K537", block("sglang", DFLASH, (SGLANG,)),
+          hints=Hints(target_layers=6)),
     Fault("captured layers at the top level alone, for TensorRT-LLM", "K539", block("vllm"),
           inside(target_layer_ids=...), engines=(TRTLLM,)),
 )  # fmt: skip
