@@ -195,7 +195,7 @@ def dims(spec: DFlashSpec, layer: int = 0) -> dict[str, int]:
 
 # Config keys
 
-ANCHOR, MASK = "sample_from_anchor", "mask_token_id"
+ANCHOR, MASK, WITH_MARKOV = "sample_from_anchor", "mask_token_id", "confidence_head_with_markov"
 # Engines look at the top level, in `dflash_config`, or in both: what is written stands in both.
 KEYS = (
     Key("hidden", ("hidden_size",), "count"),
@@ -223,9 +223,10 @@ KEYS = (
     ),
     Key(
         "confidence.with_markov",
-        ("confidence_head_with_markov", f"{NESTED}.confidence_head_with_markov"),
+        (WITH_MARKOV, f"{NESTED}.{WITH_MARKOV}"),
         "flag",
-        off,
+        # SGLang's and SpecForge's default; ModelOpt has no key, and no other kind. vLLM's default is false.
+        lambda v: v["confidence.present"] and v["markov.rank"] > 0,
     ),
 )
 # What only a DSpark drafter's config states.
@@ -336,6 +337,14 @@ def _check_keys(config: Config, tensors: Names, problems: Problems) -> None:
 def _room(tensors: Names, values: Config) -> int | None:
     fc, width = tensors.get("fc.weight") or tensors.get("context_proj.weight"), values.get("target_hidden")
     return min(max(fc.shape[1] // width, 1), MAX_LAYERS) if fc and len(fc.shape) == 2 and width else None
+
+
+def _derived(values: Config, config: Config, tensors: Names) -> dict[str, Any]:
+    """Return what a stored confidence head reads, if the config does not say it."""
+    head = next((tensors[n] for n in ("confidence_head.proj.weight", "confidence_proj.weight") if n in tensors), None)
+    if not values["confidence.present"] or head is None or stated(config, WITH_MARKOV) is not None:
+        return {}
+    return {"confidence.with_markov": head.shape[-1:] != (values["hidden"],)}
 
 
 # What is one, and what is a relative
@@ -542,6 +551,7 @@ DFLASH = Drafter(
     parts={"markov": Markov, "confidence": Confidence},
     nested=NESTED,
     fixed=FIXED,
+    derived=_derived,
     elsewhere=ELSEWHERE,
     check_keys=_check_keys,
     facts=FACTS,

@@ -306,23 +306,13 @@ DFLASH_PORTABLE = Layout(
 # Trainers
 
 
-def _of_modelopt(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what ModelOpt's exporter leaves out: its confidence head always reads the Markov embedding.
-
-    https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/speculative/plugins/modeling_dspark.py
-    """
-    return anchor(config) | (
-        {"confidence_head_with_markov": True} if find(config, f"{NESTED}.use_confidence_head") is True else {}
-    )
-
-
 DSPARK_MODELOPT = Layout(
     name="dspark-modelopt",
     drafter=DFLASH,
     engine="ModelOpt (DSpark, with flat names)",
     rows=(*_rows(), *_heads("", "confidence_proj")),
     told_by=lambda config, names: "markov_w1.weight" in names,
-    config=ConfigTable(adapt=_of_modelopt),
+    config=ConfigTable(adapt=anchor),
 )
 
 # Here num_target_layers is the number of captured layers.
@@ -433,7 +423,12 @@ DFLASH_PLAIN = Layout(
     name="dflash",
     drafter=DFLASH,
     engine="z-lab, SpecForge, ModelOpt (DFlash) and NeMo Automodel",
-    rows=ROWS,
+    rows=(
+        *ROWS,
+        # Beside nested names of the Markov head, which NVIDIA's drafters have.
+        Row("confidence_proj.weight", ("confidence",), role="instead"),
+        Row("confidence_proj.bias", ("confidence.bias",), role="instead"),
+    ),
     told_by=lambda config, names: True,
     config=ConfigTable(adapt=anchor),
 )

@@ -168,6 +168,10 @@ def _nested(config: Mapping[str, Any], **keys: Any) -> dict[str, Any]:
     return {**config, "dflash_config": {**config["dflash_config"], **keys}}
 
 
+def _without(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {**config, "dflash_config": {k: v for k, v in config["dflash_config"].items() if k != key}}
+
+
 FORMS: dict[str, Form] = {
     "z-lab, Qwen3": Form(ZLAB, _ZLAB, backbone(5), "dflash"),
     "z-lab, block size inside dflash_config": Form(
@@ -197,6 +201,18 @@ FORMS: dict[str, Form] = {
     "NVIDIA, Nemotron's DSpark with nested names": Form(
         f"{HUB}nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16-DSpark",
         _nested(_MODELOPT_DSPARK, use_confidence_head=False), backbone(5) | NESTED, "dflash", "DSpark"),
+    "NVIDIA, Nemotron's DSpark with a confidence head": Form(
+        f"{HUB}nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16-DSpark", _MODELOPT_DSPARK,
+        backbone(5) | NESTED | CONFIDENCE, "dflash", "DSpark"),
+    "ModelOpt, DSpark with nested names of the Markov head": Form(
+        MODELOPT, _MODELOPT_DSPARK, backbone(5) | NESTED | _FLAT_CONFIDENCE, "dflash", "DSpark"),
+    "SpecForge, a confidence head that does not say what it reads": Form(
+        f"{SPECFORGE}/4e3f455544d496df5d425001090913eed1bd0619/configs/qwen3-8b-dspark.json",
+        _without(_SPECFORGE_DSPARK, "confidence_head_with_markov"), backbone(5) | NESTED | CONFIDENCE, "dflash",
+        "DSpark"),
+    "DeepSpec, a confidence head that reads the state alone, and does not say it": Form(
+        DEEPSPEC, {k: v for k, v in _DEEPSPEC.items() if k != "confidence_head_with_markov"},
+        backbone(5) | NESTED | CONFIDENCE | {"confidence_head.proj.weight": (1, 48)}, "dspark-deepspec", "DSpark"),
     "DeepSpec, DSpark": Form(DEEPSPEC, _DEEPSPEC, backbone(5) | NESTED | CONFIDENCE | OWN, "dspark-deepspec", "DSpark"),
     "DeepSpec, DFlash": Form(
         f"{GIT}vllm-project/vllm/issues/49614", _DEEPSPEC_DFLASH, backbone(5) | OWN, "dspark-deepspec", "DSpark"),
