@@ -252,14 +252,26 @@ FIXED: Mapping[str, tuple[Any, ...]] = {
     "add_swa_attention_sink_bias": (False, None),
     "attention_sink_bias": (False, None),
     "dspark_config": (None,),
-    "dspark_bonus_anchor": (None,),
+    "use_gemma_norm": (False, None),  # SGLang's norms
+    "use_aux_hidden_state": (True, None),
+    f"{NESTED}.use_aux_hidden_state": (True, None),
+    # SpecForge's kinds of attention; the layers of a drafter of "gqa" or "mha" are the same here.
+    f"{NESTED}.attention_mode": ("gqa", "mha", None),
+    f"{NESTED}.attention_modes": (None,),
     f"{NESTED}.use_swa": (False, None),
     f"{NESTED}.attention_sink_bias": (False, None),
     f"{NESTED}.attention_value_scale": (1, None),
     f"{NESTED}.output_multiplier": (1, None),
     f"{NESTED}.final_logit_softcapping": (None,),
     f"{NESTED}.projector_type": ("dflash", "dspark", None),
+    "projector_type": ("dflash", "dspark", None),
 }
+# The classes of these drafters. Others with such names, as Gemma's, have other norms, another RoPE or other targets.
+CLASSES = frozenset(
+    "DFlashDraftModel Qwen3DFlashDraftModel DFlashSpeculator DSparkDraftModel Qwen3DSparkModel DSparkSpeculator".split()
+)
+# vLLM's word for the opposite of `ANCHOR`.
+BONUS = "dspark_bonus_anchor"
 
 # Read elsewhere, or without effect: the target's embedding and lm_head are shared, tied or not.
 ELSEWHERE = frozenset(
@@ -269,6 +281,7 @@ ELSEWHERE = frozenset(
         *LISTS,
         CONVENTION,
         f"{NESTED}.{CONVENTION}",
+        BONUS,
     )
 )
 
@@ -284,6 +297,17 @@ def _check_keys(config: Config, tensors: Names, problems: Problems) -> None:
     for name, allowed in FIXED.items():
         code = "K198" if name == CONFIG_KEY else "K013"
         check_fixed(name, allowed, config, problems, what="DFlash drafters", code=code)
+    samples = _stated_anchor(config)
+    check_fixed(BONUS, (None,) if samples is None else (None, not samples), config, problems, what="DFlash drafters")
+    for name in architectures(config).split():
+        if any(word in name.lower() for word in ("dflash", "dspark")) and name not in CLASSES:
+            problems.add(
+                ConfigUnsupported,
+                f"kconv does not know the class {name} of block drafters",
+                in_config("architectures"),
+                NOT_YET,
+                "K013",
+            )
     for place in ("", *(f"{place}." for place in PLACES)):
         check_fixed(
             f"{place}partial_rotary_factor",
@@ -315,7 +339,7 @@ def _check_keys(config: Config, tensors: Names, problems: Problems) -> None:
             "Correct the key: the mask is a token of the target's own embedding.",
             "K503",
         )
-    if stated(config, "block_size") == 1 and _stated_anchor(config) is False:
+    if stated(config, "block_size") == 1 and samples is False:
         problems.add(
             ConfigInvalid,
             "block_size is 1, and the anchor's slot predicts nothing: a block drafts no token",
@@ -352,9 +376,11 @@ def _derived(values: Config, config: Config, tensors: Names) -> dict[str, Any]:
 
 def said_to_be(config: Config) -> str:
     """Return what a config says that it is, in lower case: its class, its type, and the kind of its projector."""
-    projector: Json = config.get(NESTED)
-    kind = projector.get("projector_type") if isinstance(projector, Mapping) else ""
-    return f"{architectures(config)} {config.get('speculators_model_type')} {kind}".lower()
+    return f"{_named(config)} {stated(config, 'projector_type')}".lower()
+
+
+def _named(config: Config) -> str:
+    return f"{architectures(config)} {config.get('speculators_model_type')}".lower()
 
 
 def _stated_anchor(config: Config) -> Any:
@@ -370,11 +396,12 @@ def anchor(config: Config) -> dict[str, Any]:
     """
     if _stated_anchor(config) is not None:
         return {}
-    said = said_to_be(config)
-    if "dspark" in said:
+    named, said = _named(config), said_to_be(config)
+    if "dspark" in named or ("dspark" in said and "dflash" not in named):
         return {ANCHOR: True}
-    # A Markov head belongs to a drafter that samples from the anchor, and this class name to one that does not.
-    return {ANCHOR: False} if "dflash" in said and not stated(config, "markov_rank") else {}
+    # Such a projector and a Markov head belong to a drafter that samples from the anchor, DFlash's class to one that
+    # does not: together they leave it open.
+    return {ANCHOR: False} if "dflash" in said and "dspark" not in said and not stated(config, "markov_rank") else {}
 
 
 # Of the backbone, outside the layers: in an Eagle3 head the norm of the states is inside the layer.

@@ -43,16 +43,20 @@ def _layer_ids(value: Json | tuple[int, ...], where: str, less: int, code: str =
     """Return a list of layers as outputs.
 
     Raises:
-        ConfigInvalid: it is not a list of ascending layers.
-        ConfigUnsupported: one of them is the target's embedding.
+        ConfigInvalid: it is not a list of distinct layers.
+        ConfigUnsupported: they do not ascend, or one of them is the target's embedding.
     """
     ids = tuple(value) if isinstance(value, (list, tuple)) else ()
     whole = all(isinstance(i, int) and not isinstance(i, bool) and -1 <= i < MAX_DEPTH for i in ids)
-    if not ids or not whole or list(ids) != sorted(set(ids)):
+    if not ids or not whole or len(ids) != len(set(ids)):
         raise ConfigInvalid(
-            f"{value!r} is not a list of distinct, ascending layer ids",
+            f"{value!r} is not a list of distinct layer ids", where=where, fix="Correct the list.", code=code
+        )
+    if list(ids) != sorted(ids):
+        raise ConfigUnsupported(
+            f"{list(ids)} does not ascend, and engines capture from the first layer to the last",
             where=where,
-            fix="Correct the list: fc takes the states side by side, in the order of the list.",
+            fix="Serve it with the code that it was trained with. Leave the list: the columns of fc follow it.",
             code=code,
         )
     if ids[0] - less < 0:

@@ -159,6 +159,8 @@ def test_no_relative_or_eagle3_head_is_taken_for_one(tmp_path):
 SERVED = {
     "speculators' DFlash without a word on windows, by vLLM": (
         "speculators, DFlash", {"sliding_window_non_causal": None}, "vllm"),
+    "vLLM's second word for the anchor": (
+        "DeepSpec, DSpark", {"sample_from_anchor": True, "dspark_bonus_anchor": False}, "vllm"),
 }  # fmt: skip
 
 
@@ -169,11 +171,23 @@ def test_an_engine_serves_a_form_as_it_is(form, keys, engine, tmp_path):
     kconv("validate", replace(one, config=config).write(tmp_path / "form"), "--for", engine)
 
 
+ZLAB = FORMS["z-lab, Qwen3"].config["dflash_config"]
 # The config of a good form, with something that kconv must refuse by name.
 REFUSED = {
     "the target's partial_rotary_factor": ("z-lab, Qwen3", {"partial_rotary_factor": 0.5}, "copied from the target"),
+    "Gemma's norms": ("z-lab, Qwen3", {"use_gemma_norm": True}, "use_gemma_norm is True"),
+    "no captured states": (
+        "z-lab, Qwen3", {"dflash_config": ZLAB | {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False"),
+    "SpecForge's latent attention": (
+        "z-lab, Qwen3", {"dflash_config": ZLAB | {"attention_mode": "mla"}}, "attention_mode is 'mla'"),
+    "a projector of DSpark under DFlash's class": ("z-lab, Qwen3", {"projector_type": "dspark"}, "sample_from_anchor"),
+    "vLLM's word against the anchor's": ("DeepSpec, DSpark", {"dspark_bonus_anchor": True}, "dspark_bonus_anchor"),
+    "Gemma's class": ("DeepSpec, DSpark", {"architectures": ["Gemma4DSparkModel"]}, "the class Gemma4DSparkModel"),
+    "Laguna's class": ("z-lab, Qwen3", {"architectures": ["DFlashLagunaForCausalLM"]}, "DFlashLagunaForCausalLM"),
+    "layers in another order": (
+        "z-lab, Qwen3", {"dflash_config": ZLAB | {"target_layer_ids": [33, 25, 17, 9, 1]}}, "the columns of fc follow"),
     "a block that drafts nothing": ("z-lab, Qwen3", {"block_size": 1}, "a block drafts no token"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("form", "keys", "why"), REFUSED.values(), ids=REFUSED)

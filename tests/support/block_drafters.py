@@ -124,7 +124,7 @@ _SPECFORGE_DSPARK = _ZLAB | {
     "dflash_config": {
         "projector_type": "dspark", "mask_token_id": 60, "target_layer_ids": IDS, "markov_rank": 8,
         "markov_head_type": "vanilla", "enable_confidence_head": True, "confidence_head_with_markov": True,
-        "attention_mode": "bidirectional", "confidence_head_alpha": 1.0,
+        "confidence_head_alpha": 1.0,
     },
 }  # fmt: skip
 _INNER = {k: v for k, v in QWEN3.items() if k not in ("torch_dtype", "transformers_version")}
