@@ -92,6 +92,7 @@ def _heads(markov: str, confidence: str) -> tuple[Row, ...]:
 
 
 ROWS = (*_rows(), *_heads("markov_head.", "confidence_head.proj"))
+FLAT = _heads("", "confidence_proj")
 
 # What is written
 
@@ -167,7 +168,7 @@ NO_MARKOV = Limit(
     "It samples from the anchor and has no Markov head. Engines serve such a drafter, DeepSpec's DFlash, one place off:"
     " fewer than 1% of its drafts are accepted",
     "Convert it with kconv, which adds a Markov head of zeros; it drafts the same.",
-    f"{VLLM_SOURCE}/v1/worker/gpu/spec_decode/dflash/speculator.py#L83-L89",
+    f"{VLLM_SOURCE}/v1/worker/gpu/spec_decode/dflash/speculator.py#L80-L85",
 )
 
 
@@ -261,7 +262,8 @@ DFLASH_TRTLLM = Layout(
     called="trtllm",
     drafter=DFLASH,
     engine="TensorRT-LLM 1.4 (DFlash, DSpark)",
-    rows=ROWS,
+    # It reads ModelOpt's flat names too (_DSPARK_HEAD_WEIGHT_ALIASES in `TRT_DSPARK`).
+    rows=(*ROWS, *(replace(row, role="instead") for row in FLAT if row.name.startswith(("markov", "confidence")))),
     told_by=_states(NESTED),
     write_config=_for_trtllm,
     becomes=_with_zeros,
@@ -273,7 +275,7 @@ DFLASH_TRTLLM = Layout(
             "K524",
             "trtllm-markov-kind",
             lambda s: s.markov.rank > 0 and s.markov.kind != VANILLA,
-            "TensorRT-LLM reads only a plain Markov head; it would leave out the gate of a gated or recurrent one",
+            "TensorRT-LLM reads only a plain Markov head, and refuses a gated or recurrent one",
             "Serve this drafter with SGLang.",
             TRT_DSPARK,  # GQADSparkForCausalLM
         ),
@@ -310,7 +312,7 @@ DSPARK_MODELOPT = Layout(
     name="dspark-modelopt",
     drafter=DFLASH,
     engine="ModelOpt (DSpark, with flat names)",
-    rows=(*_rows(), *_heads("", "confidence_proj")),
+    rows=(*_rows(), *FLAT),
     told_by=lambda config, names: "markov_w1.weight" in names,
     config=ConfigTable(adapt=anchor),
 )
@@ -426,8 +428,7 @@ DFLASH_PLAIN = Layout(
     rows=(
         *ROWS,
         # Beside nested names of the Markov head, which NVIDIA's drafters have.
-        Row("confidence_proj.weight", ("confidence",), role="instead"),
-        Row("confidence_proj.bias", ("confidence.bias",), role="instead"),
+        *(replace(row, role="instead") for row in FLAT if row.name.startswith("confidence")),
     ),
     told_by=lambda config, names: True,
     config=ConfigTable(adapt=anchor),

@@ -159,6 +159,8 @@ def test_no_relative_or_eagle3_head_is_taken_for_one(tmp_path):
 SERVED = {
     "speculators' DFlash without a word on windows, by vLLM": (
         "speculators, DFlash", {"sliding_window_non_causal": None}, "vllm"),
+    "ModelOpt's flat names under DSpark's class, by TensorRT-LLM": (
+        "ModelOpt, DSpark", {"architectures": ["Qwen3DSparkModel"]}, "trtllm"),
     "vLLM's second word for the anchor": (
         "DeepSpec, DSpark", {"sample_from_anchor": True, "dspark_bonus_anchor": False}, "vllm"),
 }  # fmt: skip
