@@ -477,7 +477,7 @@ def _not_at_top(asked: Callable[[DFlashSpec], Mapping[str, bool]]) -> Callable[[
     def check(head: Any) -> Iterator[Found]:
         for key, has in asked(head.spec).items() if head.spec else ():
             if has and key not in head.config:
-                yield Found(f"config.json: {key}", f"not at the top level, but {key} in {NESTED} or under another name")
+                yield Found(f"config.json: {key}", "not at the top level, and read nowhere else")
 
     return check
 
