@@ -19,9 +19,8 @@ from torch import Tensor
 
 from ..errors import ConfigInvalid
 from .attention import hide_future, project_gqa, repeat_heads, rms_norm, softmax
-from .contract import check_d2t
 from .dflash import GATED, RNN, DFlashSpec
-from .forward import check_tensors
+from .forward import ready
 from .rope import cos_sin
 from .yarn import softmax_scale
 
@@ -45,14 +44,8 @@ class BlockDrafter:
     """
 
     def __init__(self, spec: DFlashSpec, weights: Mapping[str, Tensor]) -> None:
-        check_tensors(spec, weights)
-        for breach in check_d2t(spec, weights["d2t"].cpu()) if "d2t" in weights else ():
-            raise breach.error()
-        dtype = weights["fc"].dtype
         self.spec = spec
-        self.weights = {name: w.to(dtype) if w.is_floating_point() else w for name, w in weights.items()}
-        rows = torch.arange(spec.draft_vocab, device=weights["lm_head"].device)
-        self.target_ids = rows + weights["d2t"].long() if "d2t" in weights else rows
+        self.weights, self.target_ids = ready(spec, weights)
 
     def draft(self, tokens: Tensor, captured: Tensor, steps: int) -> Tensor:
         """See `base.RunningDrafter.draft`: chain t is the block whose anchor is at position t + 1.

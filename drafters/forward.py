@@ -50,15 +50,8 @@ class DraftHead:
     """
 
     def __init__(self, spec: HeadSpec, weights: Mapping[str, Tensor]) -> None:
-        check_tensors(spec, weights)
-        if "d2t" in weights:
-            for breach in check_d2t(spec, weights["d2t"].cpu()):
-                raise breach.error()
-        dtype = weights["fc"].dtype
         self.spec = spec
-        self.weights = {name: w.to(dtype) if w.is_floating_point() else w for name, w in weights.items()}
-        rows = torch.arange(spec.draft_vocab, device=weights["lm_head"].device)
-        self.target_ids = rows + weights["d2t"].long() if "d2t" in weights else rows
+        self.weights, self.target_ids = ready(spec, weights)
 
     def altered(self, spec: HeadSpec | None = None, weights: Mapping[str, Tensor] | None = None) -> DraftHead:
         """Return the same head with another spec, or with some weights replaced."""
@@ -159,6 +152,18 @@ class DraftHead:
             return F.linear(x, self.weights[slot], self.weights.get(f"{slot}.bias"))
 
         return linear("down_proj", F.silu(linear("gate_proj", x)) * linear("up_proj", x))
+
+
+def ready(spec: Spec, weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+    """Return a drafter's weights in the dtype of `fc`, once they match its spec, and the target id of each draft id."""
+    check_tensors(spec, weights)
+    if "d2t" in weights:
+        for breach in check_d2t(spec, weights["d2t"].cpu()):
+            raise breach.error()
+    dtype = weights["fc"].dtype
+    cast = {name: w.to(dtype) if w.is_floating_point() else w for name, w in weights.items()}
+    rows = torch.arange(spec.draft_vocab, device=weights["lm_head"].device)
+    return cast, rows + weights["d2t"].long() if "d2t" in weights else rows
 
 
 def check_tensors(spec: Spec, weights: Mapping[str, Tensor]) -> None:
