@@ -84,3 +84,13 @@ def tiny_target(cache: Path) -> Path:
 def demo_lock(cache: Path) -> FileLock:
     """Return the lock under which the demo's target and heads are trained: it takes minutes, so one test does it."""
     return FileLock(cache / ".demo.lock")
+
+
+@pytest.fixture(scope="module")
+def short_gauges():
+    """A few entries need no 400 steps, and small heads no steps of healing over many sequences."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kconv.convert.attention.latents.GAUGE_STEPS", 40)
+        patch.setattr("kconv.convert.attention.latents.GAUGE_BATCH", 512)
+        patch.setattr("kconv.convert.attention.heal.STEP_TOKENS", 256)
+        yield

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.slow
 
 GUIDES = Path(__file__).parent.parent.parent / "docs" / "guides"
 KIMI = "moonshotai/Kimi-K2.5"
-# Enough to learn something: of a head that has not, validate says that other layers would serve it as well.
+# Of a head that a guide takes as given, enough to learn: else validate says that other layers would serve it as well.
 TRAINED = {
     "seq": 64,
     "batch": 8,
@@ -52,8 +52,9 @@ TRAINED = {
     # A CPU without instructions for bfloat16 would take most of an hour.
     "compute": "null",
 }
+LEARNED = [word for key, value in TRAINED.items() for word in ("--set", f"{key}={value}")]
 SHORT = {
-    "train": [word for key, value in TRAINED.items() for word in ("--set", f"{key}={value}")],
+    "train": [*LEARNED, "--set", "steps=10"],
     # Far enough apart to be told from one another in a target of seven layers.
     "states": ["--captured", "1,3,5", "--dtype", "F32"],
 }
@@ -76,7 +77,7 @@ def a_head(name: str, recipe: str = "eagle3-mla") -> None:
     data = Path("texts.jsonl")
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in read_corpus().train[:60]))
     if not Path(recipe).exists():
-        kconv("train", "my-target", recipe, "--recipe", recipe, "--data", data, *SHORT["train"])
+        kconv("train", "my-target", recipe, "--recipe", recipe, "--data", data, *LEARNED)
     kconv("to-vllm", recipe, name)
 
 
@@ -87,7 +88,7 @@ def other_states() -> None:
 
 # What a guide takes as given, made when a command names it.
 GIVEN = {
-    "prompts.jsonl": lambda: Path("prompts.jsonl").write_text(lines_of("train", 300)),
+    "prompts.jsonl": lambda: Path("prompts.jsonl").write_text(lines_of("train", 80)),
     "calibration.jsonl": lambda: Path("calibration.jsonl").write_text(lines_of("train", 6)),
     "held-out.jsonl": lambda: Path("held-out.jsonl").write_text(lines_of("held_out", 4)),
     "more.jsonl": lambda: shutil.copy("dialogues.jsonl", "more.jsonl"),

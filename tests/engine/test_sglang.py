@@ -14,10 +14,12 @@ import torch
 from click.testing import CliRunner
 from support.silent_faults import SILENT
 from support.witness import (
+    CONVERTED,
     LONG,
     LONGER,
     NEW_TOKENS,
     RIGHT,
+    STEPS,
     TREE,
     Served,
     expect,
@@ -26,6 +28,7 @@ from support.witness import (
     rules_that_name,
     serve_sglang,
     write_broken,
+    write_converted,
     write_right,
 )
 
@@ -43,8 +46,9 @@ def target(demo):
 
 
 @pytest.fixture(scope="module")
-def right(demo, tmp_path_factory) -> dict[str, Path]:
-    return write_right(demo, tmp_path_factory.mktemp("right"), "sglang")
+def right(demo, short_gauges, tmp_path_factory) -> dict[str, Path]:
+    right = write_right(demo, tmp_path_factory.mktemp("right"), "sglang")
+    return right | write_converted(demo, tmp_path_factory.mktemp("converted"), "sglang")
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +70,11 @@ def test_greedy_decoding_is_that_of_transformers(target, demo, served):
         assert len(output) == NEW_TOKENS + LONGER - 1
 
 
-@pytest.mark.parametrize(("name", "steps"), [*((name, 3) for name in RIGHT["sglang"]), (LONG, LONGER)])
-def test_sglang_accepts_what_the_simulated_chain_accepts(served, right, target, demo, name, steps):
-    answers, own = served
+@pytest.mark.parametrize(
+    ("name", "steps"), [*((name, 3) for name in (*RIGHT["sglang"], *CONVERTED["sglang"])), (LONG, LONGER)]
+)
+def test_sglang_accepts_what_the_simulated_chain_accepts(served, right, target, demo, name):
+    (answers, own), steps = served, LONGER if name == LONG else STEPS
     head = right.get(name, right["mla sglang"])
     found = expect(answers[name], head, target, demo / "target", own, steps)
     assert not found.error

@@ -111,13 +111,13 @@ def write_converted(demo: Path, root: Path, engine: str) -> dict[str, Path]:
 
     Calibrated on what they were trained on, and healed for a few steps.
     """
-    lines = (json.dumps({"prompt": document}) for document in read_corpus().train[:250])
+    lines = (json.dumps({"prompt": document[:300]}) for document in read_corpus().train[:80])
     (root / "text.jsonl").write_text("\n".join(lines) + "\n")
     made: dict[str, Path] = {}
     for name, (source, kind) in CONVERTED[engine].items():
         made[name] = root / f"{source}-to-{kind}"
         words = [f"to-{engine}", demo / source / "trained", made[name], "--attention", kind, "--context", 96]
-        words += ["--target", demo / "target", "--prompts", root / "text.jsonl", "--heal", 20, "--min-retention", 0.8]
+        words += ["--target", demo / "target", "--prompts", root / "text.jsonl", "--heal", 6, "--min-retention", 0.8]
         done = CliRunner().invoke(main, [str(word) for word in words])
         assert done.exit_code == 0, done.output
     return made

@@ -81,16 +81,6 @@ def gqa_spec():
 
 
 @pytest.fixture(scope="module")
-def short_gauges():
-    """A few entries need no 400 steps, and small heads no steps of healing over many sequences."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kconv.convert.attention.latents.GAUGE_STEPS", 40)
-        patch.setattr("kconv.convert.attention.latents.GAUGE_BATCH", 512)
-        patch.setattr("kconv.convert.attention.heal.STEP_TOKENS", 256)
-        yield
-
-
-@pytest.fixture(scope="module")
 def gqa(make_head, gqa_spec):
     return make_head(gqa_spec)
 

@@ -1,6 +1,6 @@
 """Heads that were really trained keep their acceptance: in bytes, where a latent of 32 holds what 128 KV dims say.
 
-The same target and heads as scripts/bench attention makes; trained once, then found in the cache.
+A target and a head as scripts/bench attention makes, trained for fewer steps; once, then found in the cache.
 """
 
 from dataclasses import replace
@@ -29,17 +29,17 @@ from kconv.train.recipe import TINY_GQA
 from kconv.train.run import head_key, train_head
 from kconv.validate.parity import load_head
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("short_gauges")]
 
 RECIPE = replace(
-    TINY_GQA, attention=Gqa(8, 2, 32), optimizer="adamw", lr=3e-3, rest_lr=3e-3, steps=400, batches=200
+    TINY_GQA, attention=Gqa(8, 2, 32), optimizer="adamw", lr=3e-3, rest_lr=3e-3, steps=200, batches=100
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def bed():
     """Return a trained head, states of training text, and batches of held-out text."""
-    folder = make_target(replace(DEMO, vocab_size=259, steps=250, parts=1), cache_root())
+    folder = make_target(replace(DEMO, vocab_size=259, steps=150, parts=1), cache_root())
     tokenizer, corpus = load_tokenizer(folder).inner, read_corpus()
     text, held = pack(tokenizer, corpus.train), pack(tokenizer, corpus.held_out)
     out = cache_root() / f"head-{head_key(folder, RECIPE, text, held)}"
@@ -54,10 +54,10 @@ def bed():
             found.append(StatesBatch(tokens, ran.captured, ran.hidden))
         return found
 
-    return head, Calibration(states(text, 60), model.lm_head.weight.detach(), "docstrings"), states(held, 12)
+    return head, Calibration(states(text, 30), model.lm_head.weight.detach(), "docstrings"), states(held, 8)
 
 
-def test_gqa_to_mla_keeps_99_percent_without_a_gradient_step_and_more_after_200(bed):
+def test_gqa_to_mla_keeps_99_percent_without_a_gradient_step_and_more_after_20(bed):
     head, calibration, held_out = bed
     attention, found = convert_to_mla(head, calibration, Shape(latent=32, rotary=16, q_lora_rank=128))
     start = with_attention(head, attention)
@@ -68,6 +68,6 @@ def test_gqa_to_mla_keeps_99_percent_without_a_gradient_step_and_more_after_200(
     assert unhealed.kept_error < 0.002
     # The gauge of a latent is nearly singular, and bf16 must not make it felt.
     assert compare(head, as_stored(start, "BF16"), calibration, held_out).kept > unhealed.kept - 0.002
-    healed = compare(head, heal(head, start, calibration, 200), calibration, held_out)
+    healed = compare(head, heal(head, start, calibration, 20), calibration, held_out)
     assert healed.kept >= 0.995
     assert healed.kept > unhealed.kept
