@@ -15,6 +15,7 @@ def prepare() -> None:
     """Keep vLLM from kernels that fail on fp32, and let it report what it drafts for each request."""
     with contextlib.suppress(ImportError):
         without_amx()
+        fork_on_cpu()
     if "--speculative-config" in sys.argv:
         # New in 0.32; without it the counters have to tell.
         with contextlib.suppress(ImportError):
@@ -35,6 +36,20 @@ def without_amx() -> None:
     import torch
 
     torch.cpu._is_amx_tile_supported = lambda: False  # pyright: ignore[reportPrivateUsage]
+
+
+def fork_on_cpu() -> None:
+    """Fork a server's processes on a CPU, as vLLM does on a GPU: spawned, each of three imports vLLM for itself.
+
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/platforms/cpu.py#L409
+    """
+    import multiprocessing
+
+    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+    from vllm.utils import system_utils  # pyright: ignore[reportMissingImports]
+
+    if current_platform.is_cpu() and hasattr(system_utils, "get_mp_context"):
+        system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
 def watch(watch_load: Callable[[Any, Any], Any]) -> None:
