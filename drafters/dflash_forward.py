@@ -50,7 +50,9 @@ class BlockDrafter:
     def draft(self, tokens: Tensor, captured: Tensor, steps: int) -> Tensor:
         """See `base.RunningDrafter.draft`: chain t is the block whose anchor is at position t + 1.
 
-        The Markov head reads the text's own tokens. Where a draft counts, they are the drafts before it.
+        A block has only as many slots as it drafts tokens, as in engines, which are told K: vLLM and SGLang leave out
+        the other slots, which a bidirectional drafter would see. The Markov head reads the text's own tokens. Where a
+        draft counts, they are the drafts before it.
 
         Raises:
             ConfigInvalid: a block has fewer places than steps.
@@ -63,14 +65,14 @@ class BlockDrafter:
                 fix=f"Pass --draft-tokens {spec.places} or less.",
             )
         chains = tokens.shape[1] - 1 - steps
+        slots = steps if spec.shift else steps + 1
         context = F.linear(captured[:, :chains].to(weights["fc"].dtype), weights["fc"])
         context = rms_norm(context, weights["hidden_norm"], spec.eps)
         entries = [self._project(layer, context, torch.arange(chains))[1:] for layer in range(spec.layers)]
         found: list[Tensor] = []
         for begin in range(0, chains, AT_ONCE):
             block = torch.arange(begin, min(begin + AT_ONCE, chains))
-            hidden = self._hidden(tokens[:, block + 1], block, entries)
-            hidden = hidden[:, :, :steps] if spec.shift else hidden[:, :, 1 : 1 + steps]
+            hidden = self._hidden(tokens[:, block + 1], block, entries, slots)[:, :, slots - steps :]
             previous = torch.stack([tokens[:, block + 1 + place] for place in range(steps)], dim=2)
             found.append(F.linear(hidden, weights["lm_head"]) + self._bias(previous, hidden))
         return torch.cat(found, dim=1).permute(2, 0, 1, 3)
@@ -80,43 +82,44 @@ class BlockDrafter:
         cos, sin = cos.to(x.dtype)[:, None], sin.to(x.dtype)[:, None]
         return project_gqa(self.spec.attention, self.weights, layer, x, cos, sin, self.spec.eps)
 
-    def _hidden(self, anchors: Tensor, chains: Tensor, entries: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def _hidden(self, anchors: Tensor, chains: Tensor, entries: list[tuple[Tensor, Tensor]], slots: int) -> Tensor:
         """Return the final states of some blocks.
 
         Args:
             anchors: `[B, C]`, the blocks' first tokens.
             chains: `[C]`, the last position of each block's context.
             entries: for each layer, keys and values of the context `[B, kv_heads, T, head_dim]`.
+            slots: of each block.
 
         Returns:
-            `[B, C, block, hidden]`.
+            `[B, C, slots, hidden]`.
         """
         spec, weights = self.spec, self.weights
-        ids = torch.full((*anchors.shape, spec.block), spec.mask, device=anchors.device)
+        ids = torch.full((*anchors.shape, slots), spec.mask, device=anchors.device)
         ids[:, :, 0] = anchors
         x = F.embedding(ids.flatten(1), weights["embed_tokens"])
-        positions = (chains[:, None] + 1 + torch.arange(spec.block)).flatten()
-        last = chains.repeat_interleave(spec.block).to(x.device)
+        positions = (chains[:, None] + 1 + torch.arange(slots)).flatten()
+        last = chains.repeat_interleave(slots).to(x.device)
         unseen = torch.arange(entries[0][0].shape[2], device=x.device) > last[:, None]
         for layer in range(spec.layers):
             normed = rms_norm(x, weights[f"{layer}.input_layernorm"], spec.eps)
             query, key, value = self._project(layer, normed, positions)
             past_key, past_value = (repeat_heads(entry, query) for entry in entries[layer])
-            # [B, heads, C, block, head_dim]
+            # [B, heads, C, slots, head_dim]
             whole = (query, repeat_heads(key, query), repeat_heads(value, query))
-            own = [torch.unflatten(part, 2, (-1, spec.block)) for part in whole]
+            own = [torch.unflatten(part, 2, (-1, slots)) for part in whole]
             inside = own[0] @ own[1].transpose(-1, -2)
             inside = (hide_future(inside) if spec.causal else inside).flatten(2, 3)
             outside = (query @ past_key.transpose(-1, -2)).masked_fill(unseen, float("-inf"))
             scale = softmax_scale(spec.rope, spec.attention)
             shares = softmax(torch.cat([outside, inside], dim=-1) * scale)
-            of_block = torch.unflatten(shares[..., -spec.block :], 2, (-1, spec.block)) @ own[2]
-            output = shares[..., : -spec.block] @ past_value + of_block.flatten(2, 3)
+            of_block = torch.unflatten(shares[..., -slots:], 2, (-1, slots)) @ own[2]
+            output = shares[..., :-slots] @ past_value + of_block.flatten(2, 3)
             x = x + self._linear(f"{layer}.o_proj", output.transpose(1, 2).flatten(2))
             normed = rms_norm(x, weights[f"{layer}.post_attention_layernorm"], spec.eps)
             gate, up = self._linear(f"{layer}.gate_proj", normed), self._linear(f"{layer}.up_proj", normed)
             x = x + self._linear(f"{layer}.down_proj", F.silu(gate) * up)
-        return torch.unflatten(rms_norm(x, weights["norm"], spec.eps), 1, (-1, spec.block))
+        return torch.unflatten(rms_norm(x, weights["norm"], spec.eps), 1, (-1, slots))
 
     def _bias(self, previous: Tensor, hidden: Tensor) -> Tensor:
         """Return what the Markov head adds to the logits, `[B, C, K, draft_vocab]`; 0 without one.

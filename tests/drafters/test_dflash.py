@@ -309,6 +309,19 @@ def test_a_block_is_drafted_in_the_same_way_whatever_is_drafted_beside_it(traine
         drafter.draft(tokens, captured, 5)
 
 
+@pytest.mark.parametrize("spec", [DFLASH, DSPARK], ids=["DFlash", "DSpark"])
+@torch.no_grad()
+def test_a_block_that_drafts_fewer_tokens_has_fewer_slots(spec):
+    """As in SGLang and vLLM; see tests/engine/test_block_drafters.py."""
+    spec = replace(spec, dtype="F32")
+    slots, tokens, captured = random_slots(spec), torch.randint(0, 60, (1, 20)), torch.randn(1, 20, 3 * 48)
+    fewer = spec.drafter.load(spec, slots).draft(tokens, captured, 2)
+    short = replace(spec, block=2 if spec.shift else 3)
+    assert torch.equal(fewer, short.drafter.load(short, slots).draft(tokens, captured, 2))
+    whole = spec.drafter.load(spec, slots).draft(tokens, captured, 3)
+    assert not torch.allclose(fewer[0, :, :16], whole[0, :, :16])
+
+
 @torch.no_grad()
 def test_a_markov_head_of_zeros_drafts_the_same():
     slots = random_slots(replace(DFLASH, shift=True, dtype="F32"))
