@@ -162,6 +162,8 @@ class Drafting:
         branches: the key of the number of branches; 1 is a chain.
         nodes: the key of the number of tokens that a verify step checks, including the last accepted one.
         keys: the keys to store in acceptance.json.
+        algorithm: the key of how it drafts.
+        blocks: the algorithms that draft a block in one step, so that K is the number of nodes less one.
     """
 
     path: str
@@ -169,6 +171,8 @@ class Drafting:
     branches: str
     nodes: str
     keys: tuple[str, ...]
+    algorithm: str = ""
+    blocks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -213,6 +217,7 @@ class Serving:
         python: the interpreter of an environment with the engine (see scripts/engine-env).
         target: the target's folder.
         head: the draft head's folder; None to serve without speculation.
+        spec: what the drafter is, where that decides how an engine is told about it; None for an Eagle3 head.
         draft_tokens: tokens drafted per verify step (K).
         dtype: of the weights in memory, for target and head.
         max_model_len: context, in tokens.
@@ -225,6 +230,7 @@ class Serving:
     python: Path
     target: Path
     head: Path | None = None
+    spec: Spec | None = None
     draft_tokens: int = 3
     dtype: str = "float32"
     max_model_len: int = 256
@@ -232,6 +238,11 @@ class Serving:
     options: Mapping[str, str] = field(default_factory=dict[str, str])
     branches: int = 1
     nodes: int = 0
+
+    @property
+    def family(self) -> str:
+        """The name of the drafter's family."""
+        return self.spec.drafter.name if self.spec else EAGLE3.name
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from ..drafters.dflash import DFLASH, OF_DSPARK, VANILLA, DFlashSpec, Markov, anchor, said_to_be
 from ..drafters.dflash_captured import CONVENTION, NESTED
 from ..drafters.dflash_rules import last_layer
 from ..drafters.keys import ABSENT, OUTPUTS, ConfigTable, find
+from ..errors import ConfigInvalid
 from ..rule import Found, Rule
+from .base import Serving
 from .common import VLLM_SOURCE
 from .config import write_keys
 from .layout import Layout, Limit, Row, TargetFacts, TargetLimit
@@ -433,6 +435,47 @@ DFLASH_PLAIN = Layout(
     told_by=lambda config, names: True,
     config=ConfigTable(adapt=anchor),
 )
+
+# How each engine is told about a drafter
+
+
+def _told(serving: Serving, whole: bool = False) -> DFlashSpec:
+    """Return what a drafter is, if an engine can draft with it what is asked for.
+
+    Args:
+        whole: whether blocks of this engine draft as many tokens as they can, no fewer.
+
+    Raises:
+        ConfigInvalid: it cannot.
+    """
+    spec, steps = cast(DFlashSpec, serving.spec), serving.draft_tokens
+    if steps > spec.places or (whole and steps < spec.places):
+        raise ConfigInvalid(
+            f"a block of {spec.block} slots drafts {spec.places} tokens, not {steps}",
+            where="--draft-tokens",
+            fix=f"Pass --draft-tokens {spec.places}{'' if whole else ' or less'}.",
+        )
+    if serving.branches > 1 or serving.nodes:
+        raise ConfigInvalid("a block is a chain, not a tree", where="--tree", fix="Leave out --tree.")
+    return spec
+
+
+def in_vllm(serving: Serving) -> str:
+    """Return vLLM's method, by which it chooses what a class of config.json means."""
+    return "dspark" if _told(serving).is_dspark else "dflash"
+
+
+SGLANG_DFLASH, SGLANG_DSPARK = "DFLASH", "DSPARK"
+
+
+def in_sglang(serving: Serving) -> dict[str, str]:
+    """Return SGLang's options. Its verify window holds the anchor and the drafts; DSPARK takes no smaller one."""
+    spec = _told(serving, whole=cast(DFlashSpec, serving.spec).is_dspark)
+    return {
+        "--speculative-algorithm": SGLANG_DSPARK if spec.is_dspark else SGLANG_DFLASH,
+        WINDOW: str(serving.draft_tokens + 1),
+    }
+
 
 # What each engine does with these files
 

@@ -386,6 +386,26 @@ def _kernels(python: Path) -> str:
     return "SGLang's own code, except for the kernels, which plain torch replaces" if made else ""
 
 
+def _eagle3(serving: Serving) -> dict[str, str]:
+    return {
+        "--speculative-algorithm": "EAGLE3",
+        "--speculative-num-steps": str(serving.draft_tokens),
+        "--speculative-eagle-topk": str(serving.branches),
+        # The last accepted token is verified together with a chain.
+        "--speculative-num-draft-tokens": str(serving.nodes or serving.draft_tokens + 1),
+    }
+
+
+FAMILIES = {EAGLE3.name: _eagle3, dflash.DFLASH.name: dflash.in_sglang}
+
+
+def speculation(serving: Serving) -> dict[str, str]:
+    """Return the options by which SGLang is told about a drafter; none without one."""
+    if serving.head is None:
+        return {}
+    return {"--speculative-draft-model-path": str(serving.head.absolute())} | FAMILIES[serving.family](serving)
+
+
 def _command(serving: Serving, port: int) -> list[str]:
     """Return SGLang's command line; on a CPU, its environment adds more options (scripts/sglang_cpu)."""
     options = {
@@ -395,16 +415,7 @@ def _command(serving: Serving, port: int) -> list[str]:
         "--dtype": serving.dtype,
         "--context-length": str(serving.max_model_len),
     }
-    if serving.head:
-        options |= {
-            "--speculative-algorithm": "EAGLE3",
-            "--speculative-draft-model-path": str(serving.head.absolute()),
-            "--speculative-num-steps": str(serving.draft_tokens),
-            "--speculative-eagle-topk": str(serving.branches),
-            # The last accepted token is verified together with a chain.
-            "--speculative-num-draft-tokens": str(serving.nodes or serving.draft_tokens + 1),
-        }
-    words = [word for option in (options | dict(serving.options)).items() for word in option]
+    words = [word for option in (options | speculation(serving) | dict(serving.options)).items() for word in option]
     flags = ["--enable-metrics", "--disable-radix-cache", "--skip-server-warmup"]
     return [*start(serving.python, "watch_sglang.py", "sglang.launch_server"), *flags, *words]
 
@@ -586,6 +597,8 @@ ENGINE = Engine(
             "speculative_num_draft_tokens",
             "speculative_draft_model_path",
         ),
+        "speculative_algorithm",
+        (dflash.SGLANG_DFLASH, dflash.SGLANG_DSPARK),
     ),
     rules=(*RULES, *dflash.SGLANG_RULES),
     shared_rules=("K154", "K163", "K182", "K192", "K194", "K410"),

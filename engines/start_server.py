@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import Any
 
 REPORT, WATCH = "KCONV_UNREACHED", "KCONV_ENGINE_WATCH"
-# A part of the class names of heads in vLLM and SGLang that no target's class name has.
-HEAD_CLASS = "Eagle3"
+# Parts of the class names of heads in vLLM and SGLang that no target's class name has.
+HEAD_CLASSES = ("Eagle3", "DFlash", "DSpark")
 # Parameters that a head may take from its target instead of its own.
 SHARED = ("embed_tokens", "lm_head")
-# Scales of a cache, which have a default if the folder lacks them.
-DEFAULTED = ("q_scale", "k_scale", "v_scale", "prob_scale")
+# Scales of a cache, which have a default if the folder lacks them, and what vLLM uses only if it has a file of its own:
+# https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/qwen3_dflash.py#L517
+DEFAULTED = ("q_scale", "k_scale", "v_scale", "prob_scale", "mask_embedding")
 
 
 def marked(values: Any) -> Any:
@@ -44,7 +45,7 @@ def watch_load(model: Any, load: Any) -> Any:
     """Load a head's weights, and record at its first step which parameters stayed unfilled."""
     import torch
 
-    if HEAD_CLASS not in type(model).__name__:
+    if not any(part in type(model).__name__ for part in HEAD_CLASSES):
         return load()
     before: dict[str, Any] = {}
     for name, parameter in model.named_parameters():

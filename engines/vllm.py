@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -222,12 +222,22 @@ def _words(served: Deployment) -> list[Word]:
     if served.own_code and "--trust-remote-code" not in words:
         words.append("--trust-remote-code")
     if served.head is not None:
-        words += ["--speculative-config", _speculative(served.head, DRAFT_TOKENS)]
+        words += ["--speculative-config", _speculative(served.head, "eagle3", DRAFT_TOKENS)]
     return words
 
 
-def _speculative(head: str, draft_tokens: int) -> dict[str, Any]:
-    return {"model": head, "method": "eagle3", "num_speculative_tokens": draft_tokens}
+def _speculative(head: str, method: str, draft_tokens: int) -> dict[str, Any]:
+    return {"model": head, "method": method, "num_speculative_tokens": draft_tokens}
+
+
+METHODS: Mapping[str, Callable[[Serving], str]] = {EAGLE3.name: lambda _: "eagle3", dflash.DFLASH.name: dflash.in_vllm}
+
+
+def speculation(serving: Serving) -> dict[str, Any] | None:
+    """Return the speculative config by which vLLM is told about a drafter; None without one."""
+    if serving.head is None:
+        return None
+    return _speculative(str(serving.head.absolute()), METHODS[serving.family](serving), serving.draft_tokens)
 
 
 # vLLM itself counts verify steps and positions:
@@ -302,8 +312,8 @@ def command(serving: Serving, port: int) -> list[str]:
         "--max-model-len": str(serving.max_model_len),
         "--compilation-config": json.dumps({"custom_ops": ["all", "-rotary_embedding"]}),
     }
-    if serving.head:
-        options["--speculative-config"] = json.dumps(_speculative(str(serving.head.absolute()), serving.draft_tokens))
+    if told := speculation(serving):
+        options["--speculative-config"] = json.dumps(told)
     words = [word for option in (options | dict(serving.options)).items() for word in option]
     # Not resolved: the link in its environment's folder makes it that environment's python.
     return [*start(serving.python, "watch_vllm.py", "vllm.entrypoints.openai.api_server"), "--enforce-eager", *words]

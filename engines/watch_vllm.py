@@ -52,6 +52,24 @@ def fork_on_cpu() -> None:
         system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
+def norm_by_layer(model: Any) -> None:
+    """Norm the keys that a block drafter makes of its context by each layer's own weights.
+
+    vLLM gives its kernel one row of weights for each layer. The CPU's takes the first row for all of them:
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/qwen3_dflash.py#L639-L649
+    """
+    import torch
+
+    kind, own = type(getattr(model, "model", None)), "_normalize_context_k"
+    if hasattr(kind, own) and next(model.parameters()).device.type == "cpu":
+
+        def normalize(self: Any, keys: Any) -> Any:
+            normed = keys.float() * torch.rsqrt(keys.float().pow(2).mean(-1, keepdim=True) + self._rms_norm_eps)
+            return (normed.to(keys.dtype) * self._k_norm_weights[:, None, None]).contiguous()
+
+        setattr(kind, own, normalize)
+
+
 def watch(watch_load: Callable[[Any, Any], Any]) -> None:
     from vllm.model_executor.model_loader.default_loader import (  # pyright: ignore[reportMissingImports]
         DefaultModelLoader,
@@ -60,6 +78,7 @@ def watch(watch_load: Callable[[Any, Any], Any]) -> None:
     own = DefaultModelLoader.load_weights
 
     def load_weights(self: Any, model: Any, *rest: Any, **options: Any) -> Any:
+        norm_by_layer(model)
         return watch_load(model, lambda: own(self, model, *rest, **options))
 
     DefaultModelLoader.load_weights = load_weights

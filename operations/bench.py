@@ -166,6 +166,7 @@ class Bench(Reading, MeasureOptions):
     def _started(self, context: Context, suite: Suite, say: Any) -> AcceptanceFile:
         from ..bench.acceptance import join
         from ..bench.measure import ServedHead, measure_served
+        from ..convert.read import read
         from ..engines.base import Serving
         from ..serving.start import serve
 
@@ -174,10 +175,12 @@ class Bench(Reading, MeasureOptions):
         # A prompt has no more tokens than characters, and each turn has an answer.
         longest = max(sum(len(turn) + self.max_tokens + CHAT_TOKENS for turn in p.turns) for p in suite.prompts)
         branches, nodes = self.branches
+        weights = head.open_weights()
         serving = Serving(
             python or Path(),
             target.fetch_model(),
-            head.open_weights().folder,
+            weights.folder,
+            read(weights, layout=self.layout(), hints=self.hints(), values=False).spec,
             max_model_len=longest,
             ready_seconds=self.ready_seconds,
             branches=branches,

@@ -464,6 +464,8 @@ def check_told(server: Client, draft_tokens: int, tree: str) -> dict[str, Any]:
         )
         told |= own
         steps, branches = own.get(drafting.steps, draft_tokens), own.get(drafting.branches)
+        if own and said.get(drafting.algorithm) in drafting.blocks and drafting.nodes in own:
+            steps = own[drafting.nodes] - 1
         if steps != draft_tokens:
             raise DefinitionsMixed(
                 f"the server drafts {steps} tokens in a chain, but --draft-tokens is {draft_tokens}",

@@ -253,6 +253,11 @@ def test_a_tree_that_is_the_servers_is_measured():
     ("info", "tree", "message"),
     [
         ({"speculative_num_steps": 5}, "chain", "drafts 5 tokens in a chain, but --draft-tokens is 3"),
+        (
+            {"speculative_num_steps": 1, "speculative_algorithm": "DFLASH", "speculative_num_draft_tokens": 5},
+            "chain",
+            "drafts 4 tokens in a chain, but --draft-tokens is 3",
+        ),
         ({"speculative_eagle_topk": 4}, "chain", "top-k 4, but --tree is 'chain'"),
         ({"speculative_eagle_topk": 1}, "topk=4", "top-k 1, but --tree is 'topk=4'"),
         ({"speculative_eagle_topk": 4}, "topk=8", "top-k 4, but --tree is 'topk=8'"),

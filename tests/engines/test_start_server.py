@@ -12,11 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.block_drafters import DFLASH, DSPARK
 from torch import nn
 
-from kconv.engines.base import Serving
+from kconv.drafters.dflash import DFlashSpec
+from kconv.engines.base import Engine, Serving
 from kconv.engines.sglang import ENGINE as SGLANG
 from kconv.engines.start_server import REPORT, start, watch_load
+from kconv.engines.vllm import ENGINE as VLLM
+from kconv.errors import ConfigInvalid
 
 
 class Eagle3Stub(nn.Module):
@@ -86,6 +90,14 @@ def test_where_every_parameter_is_reached_nothing_is_named(report):
     assert json.loads(report.read_text()) == []
 
 
+@pytest.mark.parametrize("name", ["DFlashDraftModel", "Qwen3DSparkModel"])
+def test_a_block_drafter_is_watched_too(report, name):
+    model = type(name, (Eagle3Stub,), {})()
+    watch_load(model, lambda: None)
+    model.forward(1)
+    assert "layer.fc" in json.loads(report.read_text())
+
+
 def test_a_target_is_left_alone(report):
     model = TargetStub()
     watch_load(model, lambda: None)
@@ -108,6 +120,35 @@ def test_sglangs_command_line_says_what_is_served(tmp_path, monkeypatch):
     chain = SGLANG.starter.command(Serving(Path("python"), Path("t"), Path("h"), draft_tokens=5), 8123)
     assert chain[chain.index("--speculative-num-draft-tokens") + 1] == "6"
     assert "--speculative-algorithm" not in SGLANG.starter.command(Serving(Path("python"), Path("t")), 8123)
+
+
+def told(engine: Engine, spec: DFlashSpec, **asked: int) -> list[str]:
+    """Return an engine's command line for a block drafter."""
+    assert engine.starter
+    return engine.starter.command(Serving(Path("python"), Path("t"), Path("h"), spec, **asked), 8123)
+
+
+@pytest.mark.parametrize(
+    ("spec", "method", "places"), [(DFLASH, "dflash", 3), (DSPARK, "dspark", 4)], ids=["DFlash", "DSpark"]
+)
+def test_a_block_drafter_is_started_by_its_own_method(spec, method, places):
+    options = dict(pairwise(told(SGLANG, spec, draft_tokens=places)))
+    assert options["--speculative-algorithm"] == method.upper()
+    assert options["--speculative-num-draft-tokens"] == str(places + 1)
+    assert "--speculative-num-steps" not in options
+    config = json.loads(dict(pairwise(told(VLLM, spec, draft_tokens=places)))["--speculative-config"])
+    assert (config["method"], config["num_speculative_tokens"]) == (method, places)
+    for engine in (SGLANG, VLLM):
+        with pytest.raises(ConfigInvalid, match=f"drafts {places} tokens, not {places + 1}"):
+            told(engine, spec, draft_tokens=places + 1)
+    with pytest.raises(ConfigInvalid, match="not a tree"):
+        told(SGLANG, spec, draft_tokens=places, branches=4, nodes=8)
+
+
+def test_sglangs_dspark_drafts_no_fewer_tokens_than_its_block():
+    assert "DFLASH" in told(SGLANG, DFLASH, draft_tokens=2)
+    with pytest.raises(ConfigInvalid, match="drafts 4 tokens, not 2"):
+        told(SGLANG, DSPARK, draft_tokens=2)
 
 
 def test_what_stands_in_for_kernels_is_said_where_it_does(tmp_path):

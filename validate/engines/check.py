@@ -128,12 +128,15 @@ def check_engine(
             max_model_len=_context(bench, ahead),
             dtype=dtype,
         )
+        with_head = replace(serving, head=head.checkpoint.folder, spec=head.spec)
+        if started.starter:
+            started.starter.command(with_head, 0)  # refuses what the engine would, before a server is started
         say(f"starting {started.title} without speculation")
         with serve(serving, started) as plain:
             say(f"generating with {started.title} without speculation")
             reference = [_continue(plain.client, started, prompt, ahead) for prompt in bench.prompts]
         say(f"starting {started.title} with the head")
-        with serve(replace(serving, head=head.checkpoint.folder), started) as speculating:
+        with serve(with_head, started) as speculating:
             say(f"generating with {started.title} and the head")
             served = _count(speculating.client, started, started.counters, bench, reference, options)
             unreached = speculating.unreached()
