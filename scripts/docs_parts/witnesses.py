@@ -18,10 +18,11 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, RECORD = ROOT / "docs" / "witnesses.md", ROOT / "docs" / "witnesses.json"
@@ -140,6 +141,26 @@ def measure(engine: str, python: Path, demo: Path, root: Path) -> None:
     trained = {kind: right[f"{kind} target"][1].parent for kind in families.KINDS[engine]}
     (root / "others").mkdir()
     write(list(witness.serve_families(engine, python, trained, root / "others").values()))
+    measure_blocks(engine, python, root)
+
+
+def measure_blocks(engine: str, python: Path, root: Path) -> None:
+    """Serve every block drafter of an engine's, and record what it accepts."""
+    from dataclasses import replace
+
+    from support import silent_faults, trained_blocks, witness
+
+    from kconv.tiny.recipe import TEST, cache_root
+    from kconv.tiny.target import make_target
+
+    targets, trained = trained_blocks.train_blocks(cache_root(), make_target(TEST, cache_root()))
+    (root / "blocks").mkdir()
+    found, broken = witness.serve_blocks(engine, python, targets, trained, root / "blocks")
+    for fault in silent_faults.SILENT_BLOCKS:
+        if fault.name in broken:
+            asked = fault, broken[fault.name], engine, targets["qwen3"], trained[fault.kind]
+            found[fault.name] = replace(found[fault.name], rules=witness.rules_of(*asked))
+    record([one.to_json() for one in found.values()])
 
 
 def validate(engine: str, python: Path, demo: Path, root: Path) -> None:
@@ -239,7 +260,14 @@ def make_demo(out: Path) -> Path:
 
 def page_blocks(rows: list[dict]) -> dict[str, list[str]]:
     """Return the page's tables, by the names of their blocks."""
-    return {"right heads": right_heads(rows), "silent faults": faults(rows), "trees": trees(rows)}
+    from support.silent_faults import SILENT, SILENT_BLOCKS
+
+    return {
+        "right heads": right_heads(rows),
+        "silent faults": faults(rows, SILENT),
+        "silent faults of block drafters": faults(rows, SILENT_BLOCKS),
+        "trees": trees(rows),
+    }
 
 
 def right_heads(rows: list[dict]) -> list[str]:
@@ -276,15 +304,13 @@ def right_heads(rows: list[dict]) -> list[str]:
     ]  # fmt: skip
 
 
-def faults(rows: list[dict]) -> list[str]:
-    """Return the table of faults, a row for each, with what every engine accepts."""
-    from support.silent_faults import SILENT
-
+def faults(rows: list[dict], changes: Iterable[Any]) -> list[str]:
+    """Return a table of faults, a row for each, with what every engine accepts."""
     from kconv.validate.markdown import table
 
     by_name = {(row["engine"], row["head"]): row for row in rows}
     lines, found = [], []
-    for fault in SILENT:
+    for fault in changes:
         own = [by_name.get((engine, fault.name)) for engine in TITLES]
         engines = [engine for engine, row in zip(TITLES, own, strict=True) if row]
         right = {f"{length(by_name[engine, f'{fault.kind} {engine}']):.3f}" for engine in engines}

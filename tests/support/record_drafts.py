@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kconv.engines import start_server
 from kconv.engines.base import Serving
-from kconv.engines.vllm import environment
+from kconv.engines.vllm import environment, speculation
 
 RECORDER = Path(__file__).parent / "vllm_drafts.py"
 
@@ -27,7 +27,7 @@ class Recorded:
 def record(
     python: Path,
     target: Path,
-    heads: Mapping[str, Path],
+    heads: Mapping[str, Path | Serving],
     prompts: list[list[int]],
     folder: Path,
     *,
@@ -42,7 +42,7 @@ def record(
     Args:
         python: of an environment with vLLM in it.
         target: the target's folder.
-        heads: folders by name.
+        heads: folders by name; what else vLLM is told about a head, where it is no Eagle3 head.
         prompts: token ids.
         folder: to work in.
         steps: K.
@@ -51,6 +51,10 @@ def record(
         together: whether prompts are continued side by side, which is faster; whose a draft is, is not told then.
         dtype: of the weights in memory.
     """
+    served = {
+        name: head if isinstance(head, Serving) else Serving(python, target, head, draft_tokens=steps)
+        for name, head in heads.items()
+    }
     request = {
         "llm": {
             "model": str(target),
@@ -59,18 +63,16 @@ def record(
             "max_model_len": 256,
             "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
         },
-        "steps": steps,
         "new_tokens": new_tokens,
         "look_ahead": look_ahead,
         "prompts": prompts,
         "together": together,
-        "heads": {"": None} | {name: str(head) for name, head in heads.items()},
+        "heads": {"": None} | {name: speculation(head) for name, head in served.items()},
     }
     (folder / "request.json").write_text(json.dumps(request))
-    serving = Serving(python, target, next(iter(heads.values())))
     done = subprocess.run(
         [python, RECORDER, folder / "request.json", folder / "answer.json", start_server.__file__],
-        env=os.environ | environment(serving) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        env=os.environ | environment(next(iter(served.values()))) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -10,32 +10,33 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kconv.drafters.base import Spec
 from kconv.engines import start_server
+from kconv.engines.base import Serving
 from kconv.engines.counters import Counts
+from kconv.engines.sglang import speculation
 
 RECORDER = Path(__file__).parent / "sglang_drafts.py"
 
 
 @dataclass(frozen=True)
 class Job:
-    """A head that is served, None for none, and further arguments of sgl.Engine."""
+    """A head that is served, None for none, what it is if it is no Eagle3 head, and arguments of sgl.Engine."""
 
     target: Path
     head: Path | None = None
+    spec: Spec | None = None
     steps: int = 3
     look_ahead: int = 0
     more: Mapping[str, Any] = field(default_factory=dict)
 
     def request(self) -> dict[str, Any]:
-        engine: dict[str, Any] = {"model_path": str(self.target), "dtype": "float32"}
-        if self.head:
-            engine |= {
-                "speculative_algorithm": "EAGLE3",
-                "speculative_draft_model_path": str(self.head),
-                "speculative_num_steps": self.steps,
-                "speculative_eagle_topk": 1,
-                "speculative_num_draft_tokens": self.steps + 1,
-            }
+        serving = Serving(Path("python"), self.target, self.head, self.spec, self.steps)
+        told = {
+            name.removeprefix("--").replace("-", "_"): int(value) if value.isdigit() else value
+            for name, value in speculation(serving).items()
+        }
+        engine = {"model_path": str(self.target), "dtype": "float32"} | told
         return {"engine": engine | dict(self.more), "look_ahead": self.look_ahead}
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from kconv.drafters.dflash import DFlashSpec, Markov
+from kconv.drafters.dflash_captured import NESTED
 from kconv.drafters.keys import CONVENTION, IDS, TOP
 
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
@@ -27,12 +29,13 @@ class SilentFault:
 
     Attributes:
         name: what was done.
-        kind: of the head, "mla" or "gqa".
+        kind: of the head: "mla", "gqa", or the name of a block drafter.
         change: does it, to config and tensors in place.
         engines: who serves it without a word.
         unreached: a part of the name of a parameter that no tensor reaches then; "" where all are reached.
         dropped: whether the engine passes over what was done, so that it serves another head than the config says.
         warning: the rule that warns of it where its target is known; "" if errors alone name it.
+        taken: returns what a block drafter is by its launch options, if it is taken for what its config says.
     """
 
     name: str
@@ -42,6 +45,7 @@ class SilentFault:
     unreached: str = ""
     dropped: bool = False
     warning: str = ""
+    taken: Callable[[DFlashSpec], DFlashSpec] = lambda spec: spec
 
 
 def early(config: dict[str, Any], _: dict[str, torch.Tensor]) -> None:
@@ -133,6 +137,78 @@ SILENT = (
                 unreached="o_proj.bias", dropped=True),
     SilentFault("trained with biases of the MLP", "mla",
                 biased("mlp_bias", *(f"{MLP}.{p}_proj" for p in ("gate", "up", "down"))), ("sglang",), dropped=True),
+)  # fmt: skip
+
+
+def in_both(**keys: Any) -> Change:
+    """State keys at the top level and in dflash_config, where they are; None takes one away."""
+
+    def change(config: dict[str, Any], _: dict[str, torch.Tensor]) -> None:
+        for part in (config, config[NESTED]):
+            for key, value in keys.items():
+                if key in part and value is None:
+                    del part[key]
+                elif key in part:
+                    part[key] = value
+
+    return change
+
+
+def unstated(*keys: str) -> Change:
+    """Take keys away from the top level of config.json."""
+
+    def change(config: dict[str, Any], _: dict[str, torch.Tensor]) -> None:
+        for key in keys:
+            config.pop(key, None)
+
+    return change
+
+
+def as_modelopt_exports(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Name DSpark's class and the tensors of its heads as ModelOpt does."""
+    config["architectures"] = ["DFlashDraftModel"]
+    for name in [name for name in tensors if name.startswith(("markov_head.", "confidence_head."))]:
+        flat = name.replace("markov_head.", "").replace("confidence_head.proj", "confidence_proj")
+        tensors[flat] = tensors.pop(name)
+
+
+def as_dflash(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Name DFlash's class and leave out the heads of DSpark, as if there had been none."""
+    config["architectures"] = ["DFlashDraftModel"]
+    for name in [name for name in tensors if name.startswith(("markov_head.", "confidence_head."))]:
+        del tensors[name]
+
+
+def not_dspark(spec: DFlashSpec) -> DFlashSpec:
+    """Return a DSpark drafter as an engine takes it by DFlash's class."""
+    return replace(spec, shift=False, markov=Markov())
+
+
+SGLANG = ("sglang",)
+# Of block drafters, which are served by other means; see `witness.serve_blocks`. vLLM served none of these yet.
+SILENT_BLOCKS = (
+    SilentFault("each captured layer listed one too early, DFlash", "DFlash", in_both(target_layer_ids=[0, 4]), SGLANG),
+    SilentFault("no captured layers listed, DFlash", "DFlash", in_both(target_layer_ids=None), SGLANG),
+    SilentFault("another mask token", "DFlash", in_both(mask_token_id=0), SGLANG),
+    SilentFault("causal in dflash_config alone", "causal DFlash", unstated("is_causal"), SGLANG),
+    SilentFault("trained causal, stated nowhere", "causal DFlash", in_both(is_causal=None, causal=None), SGLANG),
+    SilentFault("stated causal, trained bidirectional", "DFlash", in_both(is_causal=True, causal=True), SGLANG),
+    SilentFault("a different rope_theta, DFlash", "DFlash", rope(500.0), SGLANG),
+    SilentFault("no rope_theta stated", "DFlash", unstated("rope_theta", "rope_parameters", "rope_scaling"), SGLANG),
+    SilentFault("partial_rotary_factor copied from the target", "DFlash", state(partial_rotary_factor=0.5), SGLANG),
+    SilentFault("a different rms_norm_eps", "DFlash", state(rms_norm_eps=0.3), SGLANG),
+    SilentFault("a larger block_size", "DFlash", state(block_size=8), SGLANG,
+                taken=lambda spec: replace(spec, block=8)),
+    SilentFault("fc.weight lost, DFlash", "DFlash", lose("fc.weight"), SGLANG, unreached="fc."),
+    SilentFault("hidden_norm lost, DFlash", "DFlash", lose("hidden_norm.weight"), SGLANG, unreached="hidden_norm"),
+    SilentFault("k_norm lost", "DFlash", lose("layers.1.self_attn.k_norm.weight"), SGLANG, unreached="k_norm"),
+    SilentFault("the last norm lost, DFlash", "DFlash", lose("norm.weight"), SGLANG, unreached="norm"),
+    SilentFault("v_proj lost, DFlash", "DFlash", lose("layers.1.self_attn.v_proj.weight"), SGLANG,
+                unreached="qkv_proj"),
+    SilentFault("DSpark by ModelOpt's class and names", "DSpark", as_modelopt_exports, SGLANG, taken=not_dspark),
+    SilentFault("DSpark by DFlash's class, without its heads", "DSpark", as_dflash, SGLANG, taken=not_dspark),
+    SilentFault("sample_from_anchor false, trained true", "DSpark", in_both(sample_from_anchor=False), SGLANG),
+    SilentFault("markov_w2 lost", "DSpark", lose("markov_head.markov_w2.weight"), SGLANG, unreached="markov_w2"),
 )  # fmt: skip
 
 

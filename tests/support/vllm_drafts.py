@@ -2,9 +2,9 @@
 
     python vllm_drafts.py request.json answer.json START_SERVER
 
-The request is {"llm": keyword arguments of vllm.LLM, "steps": K, "new_tokens": N, "look_ahead": how many tokens more
-are generated without a head (0 if absent), "prompts": lists of token ids, "together": whether they go side by side,
-"heads": folder or null by name}. The answer gives by name {"outputs": ids per prompt, "drafts": K ids per draft per
+The request is {"llm": keyword arguments of vllm.LLM, "new_tokens": N, "look_ahead": how many tokens more are generated
+without a head (0 if absent), "prompts": lists of token ids, "together": whether they go side by side, "heads":
+speculative config or null by name}. The answer gives by name {"outputs": ids per prompt, "drafts": K ids per draft per
 prompt, or of all in one list, "counters": what the engine counted meanwhile, by its names, "unreached": the head's
 parameters that no tensor reached, found by kconv's own file START_SERVER}, or {"error": text}. In one
 process a head takes seconds, where a server takes half a minute. vLLM has an emulation of NVFP4 matrices, which its CPU
@@ -46,15 +46,11 @@ def counters(llm: LLM) -> dict[str, list[float]]:
     return {name: list(m.values) if hasattr(m, "values") else [m.value] for name, m in found.items()}
 
 
-def generate(request: dict, head: str | None) -> dict:
+def generate(request: dict, head: dict | None) -> dict:
     # Without its statistics an engine in one's own process counts nothing.
     settings = {"disable_log_stats": False} | request["llm"]
     if head:
-        settings["speculative_config"] = {
-            "model": head,
-            "method": "eagle3",
-            "num_speculative_tokens": request["steps"],
-        }
+        settings["speculative_config"] = head
     llm = LLM(**settings)
     # Without a head some tokens more, where a head's last drafts are looked up.
     new_tokens = request["new_tokens"] + (0 if head else request.get("look_ahead", 0))

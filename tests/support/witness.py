@@ -17,6 +17,7 @@ from kconv.convert.execute import execute
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
 from kconv.engines import by_name
+from kconv.engines.base import Serving
 from kconv.engines.counters import Counts
 from kconv.targets.model import load_target
 from kconv.targets.tokenizer import load_tokenizer
@@ -24,11 +25,11 @@ from kconv.tiny.target import pack
 from kconv.tiny.text import read_corpus
 from kconv.validate.engines.simulate import simulate
 
-from . import families, sglang_record, silent_faults
+from . import families, sglang_record, silent_faults, trained_blocks
 from .heads import with_own_keys
 from .normed import NORMS_OF_3_1, write_normed
 from .record_drafts import record as record_vllm
-from .silent_faults import SILENT, SilentFault
+from .silent_faults import SILENT, SILENT_BLOCKS, SilentFault
 
 STEPS, PROMPTS, PROMPT_TOKENS, NEW_TOKENS, LONGER = 3, 16, 64, 20, 5
 KINDS = ("mla", "gqa", "mha")
@@ -40,6 +41,8 @@ RIGHT = {
 # SGLang has RoPE of an MLA head under YaRN alone, on a CPU; a head that was GQA has none.
 CONVERTED = {"sglang": {"mha converted from mla": ("mla", "mha")}}
 CONVERTED["vllm"] = CONVERTED["sglang"] | {"mla converted from gqa": ("gqa", "mla")}
+# Of a block drafter, whose blocks draft more.
+FEWER = 2
 LONG, TREE = "mla sglang, K = 5", "mla sglang, tree"
 # vLLM computes a target's MLA otherwise beside a head without, so those are served in another process.
 Served = tuple[dict[str, "Witnessed"], list[list[int]]]
@@ -134,15 +137,20 @@ def write_broken(right: Mapping[str, Path], root: Path, engine: str) -> dict[str
 
 def rules_that_name(fault: SilentFault, folder: Path, engine: str, demo: Path) -> tuple[str, ...]:
     """Return the fault's warning, if `kconv validate` finds it with the target, and all that keeps it from a PASS."""
+    return rules_of(fault, folder, engine, demo / "target", demo / fault.kind / "trained")
+
+
+def rules_of(fault: SilentFault, folder: Path, engine: str, target: Path, source: Path) -> tuple[str, ...]:
+    """See `rules_that_name`."""
 
     def found(*more: str | Path) -> list[dict[str, str]]:
         words = ("validate", folder, "--for", engine, "--json", *more)
         return json.loads(CliRunner().invoke(main, [str(word) for word in words]).stdout)["findings"]
 
-    warned = found("--target", demo / "target") if fault.warning else []
+    warned = found("--target", target) if fault.warning else []
     named = [one["rule"] for one in warned if one["rule"] == fault.warning]
     graver = ("error", "undecided")
-    named += [one["rule"] for one in found("--source", demo / fault.kind / "trained") if one["severity"] in graver]
+    named += [one["rule"] for one in found("--source", source) if one["severity"] in graver]
     return tuple(dict.fromkeys(named))
 
 
@@ -233,6 +241,78 @@ def _families_in_sglang(python, trained, heads, folder) -> dict[str, Served]:
         kind: ({name: _in_sglang(name, answers[name], own[kind]) for name in own_heads}, own[kind])
         for kind, own_heads in heads.items()
     }
+
+
+def serve_blocks(
+    engine: str, python: Path, targets: Mapping[str, Path], trained: dict[str, Path], folder: Path
+) -> tuple[dict[str, Witnessed], dict[str, Path]]:
+    """Have an engine serve block drafters, right ones and others with a fault each, and what kconv's forward gives.
+
+    Args:
+        engine: whose layout they have.
+        python: of the engine's environment.
+        targets, trained: see `trained_blocks.train_blocks`.
+        folder: to work in.
+
+    Returns:
+        What it did with each, and the folders of those with a fault.
+    """
+    right = trained_blocks.convert_blocks(trained, engine, folder / "right")
+    faults = {fault.name: fault for fault in SILENT_BLOCKS if engine in fault.engines}
+    broken = {
+        name: silent_faults.write(fault, right[f"{fault.kind} {engine}"], folder / "broken" / str(number))
+        for number, (name, fault) in enumerate(faults.items())
+    }
+    specs = {name: read_head(open_checkpoint(head)).spec for name, head in right.items()}
+    servings = {
+        name: Serving(python, targets[trained_blocks.target_of(name)], head, specs[name], specs[name].places)
+        for name, head in right.items()
+    }
+    fewer = f"DFlash {engine}"
+    servings[f"{fewer}, K = {FEWER}"] = replace(servings[fewer], draft_tokens=FEWER)
+    for name, fault in faults.items():
+        good = f"{fault.kind} {engine}"
+        spec = fault.taken(specs[good])
+        servings[name] = replace(servings[good], head=broken[name], spec=spec, draft_tokens=spec.places)
+    ahead = max(one.draft_tokens for one in servings.values()) - 1
+    prompts = prompts_of(targets["kimi"])
+    served = _blocks_in_vllm if engine == "vllm" else _blocks_in_sglang
+    found: dict[str, Witnessed] = {}
+    for kind, (answers, own) in served(python, targets, servings, prompts, folder, ahead).items():
+        model = load_target(targets[kind], torch.float32)
+        for name, one in answers.items():
+            good = right.get(name.partition(",")[0])
+            known = name not in faults and good is not None
+            found[name] = expect(one, good, model, targets[kind], own, servings[name].draft_tokens) if known else one
+    return found, broken
+
+
+def _blocks_in_vllm(python, targets, servings, prompts, folder, ahead) -> dict[str, Served]:
+    found: dict[str, Served] = {}
+    for kind, target in targets.items():
+        mine = {name: one for name, one in servings.items() if one.target == target}
+        if not mine:
+            continue
+        (work := folder / kind).mkdir()
+        answers = record_vllm(
+            python, target, mine, prompts, work, steps=0, new_tokens=NEW_TOKENS, look_ahead=ahead, together=True
+        ).answers
+        own = answers[""]["outputs"]
+        found[kind] = {name: _in_vllm(name, answers[name], own) for name in mine}, own
+    return found
+
+
+def _blocks_in_sglang(python, targets, servings, prompts, folder, ahead) -> dict[str, Served]:
+    jobs = {kind: sglang_record.Job(target, look_ahead=ahead) for kind, target in targets.items()}
+    jobs |= {
+        name: sglang_record.Job(one.target, one.head, one.spec, one.draft_tokens) for name, one in servings.items()
+    }
+    answers = sglang_record.record(python, jobs, prompts, folder, new_tokens=NEW_TOKENS)
+    found: dict[str, Served] = {}
+    for kind, target in targets.items():
+        own, mine = answers[kind].outputs, [name for name, one in servings.items() if one.target == target]
+        found[kind] = {name: _in_sglang(name, answers[name], own) for name in mine}, own
+    return found
 
 
 def read_kind(head: Path) -> str:
