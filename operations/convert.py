@@ -292,7 +292,7 @@ class Convert(Reading, AttentionOptions):
         head = self.open(context, self.head)
         layout = layout_for(self.to, head.drafter)
         self._compare_positions(context, head.spec)
-        with context.steps("healing") as healed:
+        with (Context() if self.heal == 0 else context).steps("healing") as healed:
             manifest, kept = convert_attention(
                 head, layout, Path(self.out), kind, request, target, states, say=context.log, progress=healed
             )

@@ -106,7 +106,9 @@ def test_a_gqa_head_as_mla_and_back(heads, prompts, tiny_target, tmp_path):
 def test_healing_none_leaves_all_but_the_attention(heads, prompts, tiny_target, tmp_path):
     asked = ("--target", tiny_target, "--prompts", prompts, "--context", 32, "--min-retention", 0, "--heal", 0)
     shown = run("to-vllm", heads / "mla", tmp_path / "out", "--attention", "mha", "--json", *asked)
-    tensors = json.loads(shown[shown.index("{") :])["tensors"]
+    progress, brace, text = shown.partition("{")
+    assert "healing" not in progress
+    tensors = json.loads(brace + text)["tensors"]
     converted = {t["output"]["name"].split(".")[-2] for t in tensors if t["action"] == "converted"}
     assert converted == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert read_manifest(tmp_path / "out").conversion is not None
