@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,11 +15,11 @@ from kconv.drafters.forward import DraftHead
 
 ROOT = Path(__file__).parent.parent
 
-healing, heads, memory, page, rounding, size, store = (
+beds, healing, heads, memory, page, rounding, rows, size, store = (
     importlib.import_module(f"bench_parts.{name}")
     for name in (
-        "attention_healing", "heads", "attention_memory", "attention_page", "attention_rounding", "attention_size",
-        "attention_store",
+        "attention_beds", "attention_healing", "heads", "attention_memory", "attention_page", "attention_rounding",
+        "attention_rows", "attention_size", "attention_store",
     )
 )  # fmt: skip
 
@@ -34,6 +35,36 @@ def test_each_measured_part_of_the_attentions_page_has_its_place():
         assert filled.partition(begin)[2].partition(end)[0].strip() == "something else"
     with pytest.raises(SystemExit, match="no-such-part"):
         page.fill(text, "no-such-part", [])
+
+
+def test_no_held_out_manual_has_a_paragraph_that_is_trained_on():
+    corpus = beds.read_manuals()
+    trained = {paragraph for text in corpus.train for paragraph in text.split("\n\n") if len(paragraph) >= 80}
+    held = {paragraph for text in corpus.held_out for paragraph in text.split("\n\n")}
+    assert len(corpus.held_out) >= 40 and not trained & held
+
+
+def test_a_conversion_is_measured_against_the_original_after_the_same_steps(monkeypatch, tmp_path):
+    monkeypatch.setenv("KCONV_CACHE", str(tmp_path))
+    monkeypatch.setattr("kconv.convert.attention.heal.STEP_TOKENS", 64)
+    spec = replace(memory.SPEC, vocab=40, draft_vocab=40)
+    original = memory.make_head(spec, 0)
+    fitted = memory.make_states(spec, batches=10, length=16)
+    start = DraftHead(spec, {n: w if n != "fc" else 1.5 * w for n, w in original.weights.items()})
+    bench = SimpleNamespace(head=lambda _: original, fitted=fitted, held_out=list(fitted.part("held-out")))
+    bench.unseen = {"held-out": bench.held_out, "source code": bench.held_out}
+    monkeypatch.setattr(rows, "convert", lambda *_: start)
+    row = replace(rows.ROWS_OF_TABLE["mha-mla"], steps=(0, 8))
+    found = dict(rows.measure(bench, row, {}))
+    store.save("words", {"mha-mla": found})
+    monkeypatch.setattr(beds.Bed, "parameters", lambda *_: 400_000)
+    before, after = (found[steps]["figures"]["held-out"] for steps in ("0", "8"))
+    assert before["trained"] is None and after["trained"] != after["before"]
+    assert after["kept"] == pytest.approx(after["after"] / after["trained"])
+    text = "\n".join(page.describe_bed("words"))
+    assert f"| {row.says} | 0 | {before['before']:.3f} | {before['after']:.3f} | {rows.share(before)} | " in text
+    assert f"| {row.says} | 8 | {after['trained']:.3f} | {after['after']:.3f} | {rows.share(after)} | " in text
+    assert f"- {row.says}, after 8 steps: {rows.share(after)} on source code." in text
 
 
 def test_the_attentions_memory_is_what_kimi_k2s_dims_come_to(monkeypatch, tmp_path):
@@ -66,7 +97,8 @@ def test_a_turn_of_its_latents_leaves_a_head_as_it_was():
 def test_the_best_rate_of_each_form_of_healing_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("KCONV_CACHE", str(tmp_path))
     assert healing.describe_healing()[0].startswith("Not measured yet")
-    row = {steps: {"figures": {"held-out": {"kept": 0.9, "kept_error": 0.0}}} for steps in ("0", "50", "200")}
+    kept = {"kept": 0.9, "kept_error": 0.0, "gained": 0.955}
+    row = {steps: {"figures": {"held-out": kept}} for steps in ("0", "50", "200")}
     store.save("bytes", {healing.FAR: row, healing.NEAR: row})
     found = {healing.FAR: {"distance": 0.09}, healing.NEAR: {"distance": 0.01}}
     for rate, kept in zip(healing.RATES, (0.91, 0.96, 0.93, 0.5), strict=True):
@@ -77,6 +109,8 @@ def test_the_best_rate_of_each_form_of_healing_is_named(monkeypatch, tmp_path):
     text = "\n".join(healing.describe_healing())
     assert f"AdamW 97.0 at {healing.RATES[2]}; Muon " in text and "standard errors are 0.1 at most" in text
     assert "| AdamW | 91.0 | 96.0 | 93.0 | 50.0 |" in text
+    # Of the original as it was, as the trials.
+    assert "at its own rate: 95.5 after 50 steps" in text
     # 0.07 times the root of the distance.
     assert "0.0210 and 0.0070" in text
 

@@ -1,6 +1,6 @@
 """Measure how much acceptance a head retains after an attention conversion, and write docs/attention.md's figures.
 
-    .venv/bin/python scripts/bench attention [--bed words|bytes|large] [--only PATTERN] [--seconds 540]
+    .venv/bin/python scripts/bench attention [--bed words|manual|bytes|large] [--only PATTERN] [--seconds 540]
     .venv/bin/python scripts/bench attention --healing|--bf16 [--only PATTERN] [--seconds 540]
     .venv/bin/python scripts/bench attention --memory
     .venv/bin/python scripts/bench attention --real [--rows 2048]

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
+import re
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from importlib.metadata import distributions
 from math import prod
 from pathlib import Path
 
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from kconv.checkpoint.folder import open_checkpoint
+from kconv.checkpoint.staging import staged
 from kconv.convert.attention.swap import Shape
 from kconv.convert.read import read_head
 from kconv.drafters.forward import DraftHead
 from kconv.drafters.slots import needs
 from kconv.drafters.spec import Gqa, Mla
+from kconv.installed import sources_digest
 from kconv.measure.batches import Calibration, StatesBatch
 from kconv.targets.config import read_target_config
 from kconv.targets.forward import run_target
-from kconv.targets.model import load_target
+from kconv.targets.model import load_target, one_thread
 from kconv.targets.tokenizer import load_tokenizer
-from kconv.tiny.recipe import DEMO, TinyRecipe, cache_root
-from kconv.tiny.target import make_target, pack
-from kconv.tiny.text import read_corpus
+from kconv.tiny.recipe import DEMO, TinyRecipe, cache_root, recipe_key
+from kconv.tiny.target import initialize, make_target, pack, save_tokenizer, train, train_tokenizer
+from kconv.tiny.text import SHORTEST, Corpus, _paragraphs, read_corpus
 from kconv.train.data import cut_windows
 from kconv.train.evaluate import spec_of
 from kconv.train.recipe import TINY_GQA, TINY_MLA, EagleRecipe
@@ -50,19 +57,86 @@ LARGE: dict[str, Gqa | Mla] = {
 }
 
 
+# Characters of a section of a manual at least, and one section of how many is held out.
+SECTION, HELD_OUT = 600, 10
+# As in Qwen3's own config.
+POSITIONS = 40960
+
+
+@cache
+def read_manuals() -> Corpus:
+    """Read the descriptions of the packages that kconv needs: every machine that runs the bench has them, pinned alike.
+
+    A section's sha256 decides whether it is held out; none is if a paragraph of it is also trained on.
+    """
+    sections = set[str]()
+    # kconv's own changes with each version of it.
+    for distribution in (one for one in distributions() if one.name != "kconv"):
+        begun = ""
+        for paragraph in re.split(r"\n\s*\n", str(distribution.metadata.get_payload())):
+            begun += f"{paragraph.rstrip()}\n\n"
+            if len(begun) >= SECTION:
+                sections.add(begun.strip())
+                begun = ""
+        sections.add(begun.strip())
+    ranked = sorted((hashlib.sha256(s.encode()).digest(), s) for s in sections if len(s) >= SHORTEST)
+    chosen = tuple(s for rank, s in ranked if rank[-1] % HELD_OUT)
+    trained = {paragraph for s in chosen for paragraph in _paragraphs(s)}
+    held_out = (s for rank, s in ranked if not rank[-1] % HELD_OUT and trained.isdisjoint(_paragraphs(s)))
+    return Corpus(chosen, tuple(held_out))
+
+
+def make_qwen3(recipe: TinyRecipe, cache: Path) -> Path:
+    """Train a dense Qwen3 of a recipe's dims on the manuals, or find it in the cache."""
+    text = read_manuals().train
+    source = sources_digest("tiny") + hashlib.sha256("\0".join(text).encode()).hexdigest()
+    out = cache / f"tiny-qwen3-{recipe_key(recipe, source=source)}"
+    if out.exists():
+        return out
+    tokenizer = train_tokenizer(text, recipe.vocab_size, POSITIONS)
+    config = Qwen3Config(
+        vocab_size=recipe.vocab_size,
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=recipe.num_hidden_layers,
+        num_attention_heads=recipe.num_attention_heads,
+        num_key_value_heads=recipe.num_attention_heads // 2,
+        head_dim=recipe.v_head_dim,
+        max_position_embeddings=POSITIONS,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with one_thread(), staged(out) as folder, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        model = Qwen3ForCausalLM(config).float()
+        initialize(model)
+        train(model, pack(tokenizer, text), recipe, lambda *_: None)
+        model.save_pretrained(folder)
+        save_tokenizer(tokenizer, folder)
+    return out
+
+
 @dataclass(frozen=True)
 class Bed:
-    """A target and how its heads are trained."""
+    """A target and how its heads are trained.
+
+    Attributes:
+        make: trains the target in a folder of the cache, or finds it there.
+        read: the text of the target and its heads.
+    """
 
     target: TinyRecipe
     training: dict
     says: str
     heads: dict[str, Gqa | Mla] = field(default_factory=lambda: HEADS)
+    make: Callable[[TinyRecipe, Path], Path] = make_target
+    read: Callable[[], Corpus] = read_corpus
 
     @property
     def folder(self) -> Path:
         """The target's checkpoint, made where the cache has it not."""
-        return make_target(self.target, cache_root())
+        return self.make(self.target, cache_root())
 
     def recipe(self, kind: str) -> EagleRecipe:
         """Return how a head of `heads` is trained."""
@@ -87,6 +161,13 @@ BEDS = {
     "words": Bed(
         ALONE, {"steps": 1000}, "the demo's target (512 tokens), heads trained with Muon, as kconv trains tiny heads"
     ),
+    "manual": Bed(
+        ALONE,
+        {"batch": 8, "steps": 500},
+        "a Qwen3 (512 tokens) that reads the descriptions of the installed Python packages, heads trained with Muon",
+        make=make_qwen3,
+        read=read_manuals,
+    ),
     "bytes": Bed(
         replace(ALONE, vocab_size=259, steps=250),
         ADAMW,
@@ -109,7 +190,7 @@ class Bench:
         self.folder = bed.folder
         self.model = load_target(self.folder, torch.float32)
         self.tokenizer = load_tokenizer(self.folder).inner
-        corpus = read_corpus()
+        corpus = bed.read()
         self.text, self.held = pack(self.tokenizer, corpus.train), pack(self.tokenizer, corpus.held_out)
 
     def head(self, kind: str) -> DraftHead:
@@ -130,7 +211,7 @@ class Bench:
     @cached_property
     def fitted(self) -> Calibration:
         """What conversions are fitted to, and healed on."""
-        return self.states(self.text, SEQ, FITTED, ROWS, "docstrings")
+        return self.states(self.text, SEQ, FITTED, ROWS, "text of the training")
 
     def of_fewer(self, batches: int) -> Bench:
         """Return the same bench with so many of the batches that conversions are fitted to."""

@@ -11,7 +11,7 @@ from .attention_beds import BEDS
 from .attention_healing import describe_healing
 from .attention_memory import describe_memory
 from .attention_rounding import describe_rounding
-from .attention_rows import ROWS_OF_TABLE, cell, errors
+from .attention_rows import ROWS_OF_TABLE, cell, share
 from .attention_size import describe_size
 from .attention_store import load, measured_on, store
 from .page import DOCS
@@ -41,41 +41,44 @@ def fill(text: str, name: str, lines: list[str]) -> str:
 
 
 def describe_bed(bed: str) -> list[str]:
-    """Return a bed's table, and what was tried instead."""
+    """Return a bed's table, what is kept on other texts, and what was tried instead."""
     found = load(bed)
-    steps = sorted({int(s) for row in found.values() for s in row})
     rows = {name: row for name, row in ROWS_OF_TABLE.items() if name in found}
     sizes = [BEDS[bed].parameters(row.head) / 1e6 for row in rows.values()]
-    every = [figures for name in rows for one in found[name].values() for figures in one["figures"].values()]
     lines = [
         f"### On {BEDS[bed].says}",
         "",
-        f"Heads of {min(sizes):.1f} to {max(sizes):.1f} million parameters; {errors(every)}.",
-        f"Measured on {measured_on(bed)}.",
+        f"Heads of {min(sizes):.1f} to {max(sizes):.1f} million parameters. Measured on {measured_on(bed)}.",
         "",
-        "| conversion | original | " + " | ".join(f"{s:,} steps" for s in steps) + " | longer | code |",
-        "| --- | --- | " + " | ".join("---" for _ in steps) + " | --- | --- |",
+        "| conversion | steps | original | converted | kept, sampled | kept, greedy |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
+    away: list[str] = []
     # Beside each conversion, what was tried in its place.
     instead: dict[str, list[str]] = {}
     for name, row in rows.items():
+        by_steps = {int(steps): one["figures"] for steps, one in found[name].items()}
+        steps, last = max(by_steps.items())
         if row.choices or row.slots != "all":
-            last = [f"{one} after {s:,}" for s in steps[1:] if (one := _cell(found[name].get(str(s)), "held-out"))]
-            kept = ", ".join([_cell(found[name]["0"], "held-out"), *last])
+            kept = ", ".join(
+                f"{cell(one['held-out'])} after {s:,}" if s else cell(one["held-out"]) for s, one in by_steps.items()
+            )
             same = (one.says for one in ROWS_OF_TABLE.values() if (one.head, one.ratio) == (row.head, row.ratio))
             instead.setdefault(next(same), []).append(f"{row.says} {kept}")
             continue
-        cells = [_cell(found[name].get(str(s)), "held-out") for s in steps]
-        last = found[name][max(found[name], key=int)]
-        before = last["figures"]["held-out"]["before"]
-        away = [_cell(last, text) for text in ("1,024 tokens", "source code")]
-        lines.append(f"| {row.says} | {before:.3f} | " + " | ".join([*cells, *away]) + " |")
-    others = [f"- {says}: {'; '.join(tried)}." for says, tried in instead.items()]
-    return [*lines, *(["", "What was tried instead:", "", *others] if others else [])]
+        lines += [f"| {row.says} | {s:,} | {_cells(one['held-out'])} |" for s, one in sorted(by_steps.items())]
+        others = [f"{share(one)} on {text}" for text, one in last.items() if text != "held-out"]
+        away += [f"- {row.says}, after {steps:,} steps: {', '.join(others)}."] if others else []
+    tried = [f"- {says}: {'; '.join(one)}." for says, one in instead.items()]
+    for title, texts in (("Kept on other texts, sampled:", away), ("What was tried instead, sampled:", tried)):
+        lines += ["", title, "", *texts] if texts else []
+    return lines
 
 
-def _cell(figures: dict | None, text: str) -> str:
-    return cell(figures["figures"][text]) if figures and text in figures["figures"] else ""
+def _cells(figures: dict) -> str:
+    """Return a row's cells: both acceptance lengths, and the shares that are kept."""
+    lengths = figures["before"] if figures["trained"] is None else figures["trained"], figures["after"]
+    return " | ".join([*(f"{one:.3f}" for one in lengths), share(figures), share(figures, "greedy_kept")])
 
 
 # What stands between the markers of each name, and what it needs.

@@ -11,7 +11,7 @@ from functools import cache
 
 import torch
 
-from kconv.convert.attention.heal import ATTENTION, RATE, REST, descend, heal, mean_loss
+from kconv.convert.attention.heal import ATTENTION, REST, heal, train_alike
 from kconv.convert.attention.rotary import Options
 from kconv.convert.attention.swap import with_attention
 from kconv.convert.attention.to_mha import convert_to_mha
@@ -28,11 +28,7 @@ HEALED = (0, 50, 200, 1000)
 
 @dataclass(frozen=True)
 class Row:
-    """One conversion, measured after some numbers of healing steps; or the original, trained on as one is healed.
-
-    Attributes:
-        alike: the row at whose rate the original is trained on.
-    """
+    """One conversion, measured after some numbers of healing steps, against the original after as many."""
 
     head: str
     says: str
@@ -40,18 +36,17 @@ class Row:
     choices: dict = field(default_factory=dict)
     steps: tuple[int, ...] = (0,)
     slots: str = "all"
-    alike: str = ""
 
 
 REAL_ONLY = Options(is_complex=False, by_queries=False, phases=False)
 TRANSMLA = {"ladders": ("stride",), "rotary": REAL_ONLY, "metric": "none", "gauges": ("none",), "refit_latents": False}
 LIKE_TRANSMLA = {**TRANSMLA, "refit_output": False}
 ROWS_OF_TABLE = {
-    "mla-mha": Row("mla", "MLA → MHA", steps=(0, 50, 200)),
+    "mla-mha": Row("mla", "MLA → MHA", steps=HEALED),
     "mla-mha-constant": Row("mla", "constant norm", choices={"ridges": (), "refit": False}),
     "mla-mha-constant-o": Row("mla", "constant norm, o refit", choices={"ridges": ()}),
     "mla-mha-squares": Row("mla", "least squares, no o refit", choices={"refit": False}),
-    "gqa-mla": Row("gqa", "GQA → MLA, 1 : 4", 4, steps=(0, 50, 200)),
+    "gqa-mla": Row("gqa", "GQA → MLA, 1 : 4", 4, steps=HEALED),
     "gqa-mla-stride": Row("gqa", "the stride ladder alone", 4, {"ladders": ("stride",)}),
     "gqa-mla-norms": Row("gqa", "no gauge", 4, {"gauges": ("none",)}),
     "gqa-mla-white": Row("gqa", "whitened, no sphere", 4, {"gauges": ("white",)}),
@@ -59,8 +54,7 @@ ROWS_OF_TABLE = {
     "gqa-mla-no-o": Row("gqa", "no o refit", 4, {"refit_output": False}),
     "gqa-mla-transmla": Row("gqa", "TransMLA-like", 4, LIKE_TRANSMLA, steps=(0, 200)),
     "gqa-mla-random": Row("gqa", "random start", 4, {"random": True}, steps=(0, 200)),
-    "mha-mla": Row("mha", "MHA → MLA, 1 : 16", 16, steps=(0, 50, 200)),
-    "mha-alike": Row("mha", "MHA itself, by the same 200 steps", steps=(0, 200), alike="mha-mla"),
+    "mha-mla": Row("mha", "MHA → MLA, 1 : 16", 16, steps=HEALED),
     "mha-mla-64": Row("mha", "MHA → MLA, 1 : 8", 8, steps=(0, 200)),
     "mha-1-32": Row("mha", "MHA → MLA, 1 : 32", 32, steps=HEALED),
     "mha-1-32-attention": Row("mha", "attention alone healed", 32, steps=HEALED, slots="attention"),
@@ -73,8 +67,6 @@ ROWS_OF_TABLE = {
 def convert(bench: Bench, row: Row) -> DraftHead:
     """Return a row's head as it is before healing."""
     head, choices = bench.head(row.head), dict(row.choices)
-    if row.alike:
-        return head
     if not row.ratio:
         return with_attention(head, convert_to_mha(head, bench.fitted, **choices)[0])
     is_random = choices.pop("random", False)
@@ -98,7 +90,7 @@ def start_of(bed: str, row: str) -> tuple[DraftHead, DraftHead]:
 
 
 def measure(bench: Bench, row: Row, done: dict) -> Iterator[tuple[str, dict]]:
-    """Yield what a row keeps after each number of steps that is not done, and the seconds it took."""
+    """Yield what a row keeps after each number of steps that is not done, and the seconds of both trainings."""
     head = bench.head(row.head)
     wanted = [s for s in row.steps if str(s) not in done]
     if not wanted:
@@ -108,18 +100,15 @@ def measure(bench: Bench, row: Row, done: dict) -> Iterator[tuple[str, dict]]:
     for steps in wanted:
         slots = ATTENTION if row.slots == "attention" else (*ATTENTION, *REST)
         begun = time.perf_counter()
-        healed = _train_on(bench, row, steps) if row.alike else heal(head, start, bench.fitted, steps, slots=slots)
+        healed = heal(head, start, bench.fitted, steps, slots=slots)
+        trained = None if healed is start else train_alike(head, start, bench.fitted, steps, slots=slots)
         spent = time.perf_counter() - begun if steps else seconds
         texts = bench.unseen if 0 < steps == row.steps[-1] else {"held-out": bench.held_out}
-        figures = {name: dataclasses.asdict(compare(head, healed, bench.fitted, b)) for name, b in texts.items()}
+        figures = {
+            name: dataclasses.asdict(compare(head, healed, bench.fitted, batches, trained=trained))
+            for name, batches in texts.items()
+        }
         yield str(steps), {"figures": figures, "seconds": round(spent, 1)}
-
-
-def _train_on(bench: Bench, row: Row, steps: int) -> DraftHead:
-    """Take the steps that heal another row from its original instead, at the same rate."""
-    head = bench.head(row.head)
-    rate = RATE * float(mean_loss(head, convert(bench, ROWS_OF_TABLE[row.alike]), bench.fitted).apart) ** 0.5
-    return descend(head, head, bench.fitted, steps, (*ATTENTION, *REST), rate) if steps else head
 
 
 def measure_rows(bed: str, only: str, seconds: float) -> None:
@@ -141,6 +130,11 @@ def measure_rows(bed: str, only: str, seconds: float) -> None:
 def percent(figures: Retention) -> str:
     """Return the share of the acceptance length that is kept, and its standard error, in %, as a run prints it."""
     return f"{100 * figures.kept:.2f} ± {100 * figures.kept_error:.2f}"
+
+
+def share(figures: dict, kind: str = "kept") -> str:
+    """Return a share of stored figures and its standard error in %, as a table has them."""
+    return f"{100 * figures[kind]:.1f} ± {100 * figures[f'{kind}_error']:.1f}"
 
 
 def cell(figures: dict) -> str:
