@@ -293,7 +293,12 @@ def _quote(result: Mapping[str, Any], where: object) -> dict[str, Any]:
     }  # fmt: skip
 
 
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+    # As many as n-gram search uses anyway. More of them stay in OpenMP's pool, where each step of a CPU waits for them:
+    # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/spec_decode/ngram_proposer.py#L48
+    "NUMBA_NUM_THREADS": "1",
+}  # fmt: skip
 
 
 def command(serving: Serving, port: int) -> list[str]:
