@@ -20,16 +20,14 @@ from typing import Any
 
 import pytest
 from support.fuzzing import LINEAR, growth
+from support.listing import PRODUCT, ROOT
 
-import kconv
 from kconv.bench import forged, golden
 from kconv.cards import license_checks, licenses
 from kconv.cards.publish import secrets
 from kconv.engines.registry import engines
 from kconv.validate.rules import target
 
-ROOT = Path(kconv.__file__).parent
-NOT_PRODUCT = ("tests", "scripts", "docs", "build")
 # Characters in the smaller of two texts; in each text a part is repeated until it has as many.
 SIZE = 1000
 # To go on behind a match costs as much as to find every one.
@@ -79,11 +77,7 @@ class Use:
         return f"{self.file}:{self.line} {self.method}"
 
 
-SOURCES = {
-    str(file.relative_to(ROOT)): file.read_text(encoding="utf-8")
-    for file in sorted(ROOT.rglob("*.py"))
-    if not str(file.relative_to(ROOT)).startswith((*NOT_PRODUCT, "."))
-}
+SOURCES = {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file in PRODUCT}
 # Those that may hold a pattern, or use one that they import.
 TREES = {
     file: ast.parse(text) for file, text in SOURCES.items() if re.search(rf"\.({'|'.join(METHODS)})\(|re\.c", text)

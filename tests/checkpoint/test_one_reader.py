@@ -1,14 +1,10 @@
 """Nothing in the product reads a small file, JSON or YAML around `checkpoint.schema`."""
 
 import ast
-from pathlib import Path
 
 import pytest
+from support.listing import PRODUCT, ROOT
 
-import kconv
-
-ROOT = Path(kconv.__file__).parent
-NOT_PRODUCT = ("tests", "scripts", "docs", "build")
 READER = "checkpoint/schema.py"
 PARSERS = ("json.load", "json.loads", "yaml.load", "yaml.load_all", "yaml.safe_load", "yaml.safe_load_all")
 COPIES = ("shutil.copyfile", "shutil.copy", "shutil.copy2")
@@ -65,11 +61,7 @@ def readings(file):
     return found
 
 
-FILES = sorted(
-    str(file.relative_to(ROOT))
-    for file in ROOT.rglob("*.py")
-    if file.relative_to(ROOT).parts[0] not in NOT_PRODUCT and not file.relative_to(ROOT).parts[0].startswith(".")
-)
+FILES = [str(file.relative_to(ROOT)) for file in PRODUCT]
 
 
 def test_the_product_is_looked_at():

@@ -6,12 +6,8 @@ from pathlib import Path
 import kconv
 
 ROOT = Path(kconv.__file__).parent
-PRODUCT = [
-    file
-    for file in ROOT.rglob("*.py")
-    if file.relative_to(ROOT).parts[0] not in ("tests", "scripts", "docs", "build")
-    and not file.relative_to(ROOT).parts[0].startswith(".")
-]
+# By package: environments beside them may be in the making.
+PRODUCT = [*ROOT.glob("*.py"), *(file for one in ROOT.glob("*/__init__.py") for file in one.parent.rglob("*.py"))]
 
 
 def calls(file: Path) -> list[str]:
