@@ -6,8 +6,9 @@ from pathlib import Path
 import kconv
 
 ROOT = Path(kconv.__file__).parent
-# By package: environments beside them may be in the making.
-PRODUCT = [*ROOT.glob("*.py"), *(file for one in ROOT.glob("*/__init__.py") for file in one.parent.rglob("*.py"))]
+# By package, since environments beside them may be in the making; sorted, so that all workers collect the same.
+_PACKAGES = [one.parent for one in ROOT.glob("*/__init__.py")]
+PRODUCT = sorted([*ROOT.glob("*.py"), *(file for package in _PACKAGES for file in package.rglob("*.py"))])
 
 
 def calls(file: Path) -> list[str]:
