@@ -185,7 +185,7 @@ def make_card(
     values = {
         "front_matter": front_matter(evidence, link=link, model_index=model_index),
         "name": evidence.name,
-        "lead": evidence.drafter.lead,
+        "lead": evidence.drafter.lead(evidence.spec),
         "said": said,
         "listed": said.listed,
         "licenses": evidence.licenses,

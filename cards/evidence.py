@@ -7,12 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from ..bench.acceptance import AcceptanceFile
 from ..bench.tables import NOT_STATED
 from ..checkpoint.bytes import file_digest
-from ..checkpoint.manifest import Manifest
-from ..drafters.base import Drafter
+from ..checkpoint.manifest import AGAIN, MANIFEST, Manifest, mismatch
+from ..checkpoint.schema import find_wrong
+from ..drafters.base import Drafter, Spec
 from ..drafters.eagle3 import EAGLE3
+from ..engines.layout import Layout
 from ..engines.registry import layouts
 from ..escape import markdown
 from ..validate.report import Report
@@ -48,8 +52,29 @@ class Evidence:
     @property
     def drafter(self) -> Drafter:
         """The family of the drafter; Eagle3 if its layout is unknown."""
+        return self._layout.drafter if self._layout else EAGLE3
+
+    @property
+    def spec(self) -> Spec | None:
+        """What a head that kconv wrote is, by its manifest; None otherwise, and for a target.
+
+        Raises:
+            ManifestMismatch: the manifest describes no drafter of its family.
+        """
+        if self.manifest is None or self._layout is None:
+            return None
+        adapter: TypeAdapter[Any] = TypeAdapter(self.drafter.spec)
+        try:
+            return adapter.validate_python(self.manifest.spec)
+        except ValidationError as fault:
+            raise mismatch(
+                MANIFEST, f"its spec describes no {self.drafter.title}: {find_wrong(fault)}", AGAIN
+            ) from fault
+
+    @property
+    def _layout(self) -> Layout | None:
         named = self.manifest.layout if self.manifest else ""
-        return next((layout.drafter for layout in layouts() if layout.name == named), EAGLE3)
+        return next((layout for layout in layouts() if layout.name == named), None)
 
     @property
     def name(self) -> str:

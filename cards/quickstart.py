@@ -68,6 +68,7 @@ def _start(name: str, title: str, launch: Launch, evidence: Evidence) -> Start:
     served = Deployment(
         target=names.get(TARGET, TARGET),
         head=names.get(HEAD, HEAD),
+        spec=evidence.spec,
         own_code=evidence.own_code,
         arguments=said.words if said else (),
     )

@@ -62,7 +62,7 @@ def _commands(evidence: Evidence) -> Iterator[tuple[str, str]]:
     """Yield the title of each engine that kconv can name a command of, and that command."""
     for engine in engines():
         if (launch := engine.launch) and launch.spread:
-            served = Deployment(evidence.name, None, evidence.own_code, launch.spread)
+            served = Deployment(evidence.name, None, None, evidence.own_code, launch.spread)
             yield engine.title, command(launch.words(served))
 
 

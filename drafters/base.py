@@ -128,7 +128,7 @@ class Drafter:
     Attributes:
         name: e.g. "eagle3"; the drafter's tag on the Hub.
         title: what one of them is called, e.g. "Eagle3 head".
-        lead: the beginning of a card about one.
+        lead: the beginning of a card about one, from its spec.
         spec: the dataclass that says what one is, a `Spec`.
         slots: its tensors, with shape formulas over `dims`.
         dims: the numbers that the formulas use, from a spec and a layer.
@@ -155,11 +155,12 @@ class Drafter:
         norm_fix: what to do about a norm that the config does not ask for; "" for what is said of any other tensor.
         rules: the rules of `validate` that are its own, `Rule`s; read by `validate.rules.table`.
         trainer: ModelOpt's mode for it; "" if kconv cannot train it.
+        draft_tokens: how many tokens one drafts in a verify step, from its spec, unless a user asks for another number.
     """
 
     name: str
     title: str
-    lead: str
+    lead: Callable[[Any], str]
     spec: type
     slots: tuple[Slot, ...]
     dims: Callable[[Any, int], dict[str, int]]
@@ -184,6 +185,7 @@ class Drafter:
     norm_fix: str = ""
     rules: Callable[[], tuple[Rule[Any], ...]] = tuple
     trainer: str = ""
+    draft_tokens: Callable[[Any], int] = lambda _: 3
 
     def keys_of(self, spec: Any) -> tuple[Key, ...]:
         """Return the config keys of one drafter, those of its attention last."""

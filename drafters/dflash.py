@@ -564,7 +564,7 @@ def _load(spec: DFlashSpec, weights: Mapping[str, Tensor]) -> BlockDrafter:
 DFLASH = Drafter(
     name="dflash",
     title="DFlash drafter",
-    lead="A DFlash or DSpark drafter",
+    lead=lambda spec: f"A {'DSpark' if spec.is_dspark else 'DFlash'} drafter",
     spec=DFlashSpec,
     slots=SLOTS,
     dims=dims,
@@ -586,4 +586,5 @@ DFLASH = Drafter(
     looks_like=_looks_like,
     lines=_lines,
     rules=_rules,
+    draft_tokens=lambda spec: spec.places,
 )

@@ -441,7 +441,7 @@ def only_eagle3(spec: Spec, does: str) -> HeadSpec:
 EAGLE3 = Drafter(
     name="eagle3",
     title="Eagle3 head",
-    lead="An Eagle3 draft head",
+    lead=lambda _: "An Eagle3 draft head",
     spec=HeadSpec,
     slots=SLOTS,
     dims=dims,

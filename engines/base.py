@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ..drafters.base import Spec
 from ..drafters.eagle3 import EAGLE3
@@ -24,7 +24,6 @@ from .layout import Layout
 HEAD, TARGET = "PATH_OR_ID_OF_THIS_HEAD", "PATH_OR_ID_OF_THE_TARGET"
 # The model_types of heads for Kimi-K2 and later models, whose tokenizer is Python code in the target's folder.
 OF_TARGETS_WITH_CODE = ("kimi_k2", "kimi_k25")
-DRAFT_TOKENS = 3
 # The address at which a server started by kconv listens.
 HOST = "127.0.0.1"
 
@@ -97,6 +96,24 @@ class NullKey:
     runner: str = ""
 
 
+class Drafts(Protocol):
+    """What an engine is told about a drafter by options; see `Serving` for the meaning of the attributes."""
+
+    @property
+    def spec(self) -> Spec | None: ...
+    @property
+    def draft_tokens(self) -> int: ...
+    @property
+    def branches(self) -> int: ...
+    @property
+    def nodes(self) -> int: ...
+
+
+def family_of(spec: Spec | None) -> str:
+    """Return the name of a drafter's family; Eagle3's if nothing says what it is."""
+    return spec.drafter.name if spec else EAGLE3.name
+
+
 @dataclass(frozen=True)
 class Deployment:
     """What a launch command names.
@@ -104,14 +121,24 @@ class Deployment:
     Attributes:
         target: the target's folder or hub id.
         head: the head's; None to serve without speculation.
+        spec: what the head is; None for an Eagle3 head.
         own_code: whether the target has code of its own (see `needs_code`), which an engine runs only if told to.
         arguments: further words of the command.
+        branches, nodes: see `Serving`.
     """
 
     target: str = TARGET
     head: str | None = HEAD
+    spec: Spec | None = None
     own_code: bool = False
     arguments: tuple[str, ...] = ()
+    branches: int = 1
+    nodes: int = 0
+
+    @property
+    def draft_tokens(self) -> int:
+        """As many as its family drafts unless a user asks for another number."""
+        return (self.spec.drafter if self.spec else EAGLE3).draft_tokens(self.spec)
 
 
 def needs_code(target: Config | None, head: Config, name: str = "") -> bool:
@@ -238,11 +265,6 @@ class Serving:
     options: Mapping[str, str] = field(default_factory=dict[str, str])
     branches: int = 1
     nodes: int = 0
-
-    @property
-    def family(self) -> str:
-        """The name of the drafter's family."""
-        return self.spec.drafter.name if self.spec else EAGLE3.name
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ..drafters.dflash_rules import last_layer
 from ..drafters.keys import ABSENT, OUTPUTS, ConfigTable, find
 from ..errors import ConfigInvalid
 from ..rule import Found, Rule
-from .base import Serving
+from .base import Drafts
 from .common import VLLM_SOURCE
 from .config import write_keys
 from .layout import Layout, Limit, Row, TargetFacts, TargetLimit
@@ -439,7 +439,7 @@ DFLASH_PLAIN = Layout(
 # How each engine is told about a drafter
 
 
-def _told(serving: Serving, whole: bool = False) -> DFlashSpec:
+def _told(drafts: Drafts, whole: bool = False) -> DFlashSpec:
     """Return what a drafter is, if an engine can draft with it what is asked for.
 
     Args:
@@ -448,32 +448,32 @@ def _told(serving: Serving, whole: bool = False) -> DFlashSpec:
     Raises:
         ConfigInvalid: it cannot.
     """
-    spec, steps = cast(DFlashSpec, serving.spec), serving.draft_tokens
+    spec, steps = cast(DFlashSpec, drafts.spec), drafts.draft_tokens
     if steps > spec.places or (whole and steps < spec.places):
         raise ConfigInvalid(
             f"a block of {spec.block} slots drafts {spec.places} tokens, not {steps}",
             where="--draft-tokens",
             fix=f"Pass --draft-tokens {spec.places}{'' if whole else ' or less'}.",
         )
-    if serving.branches > 1 or serving.nodes:
+    if drafts.branches > 1 or drafts.nodes:
         raise ConfigInvalid("a block is a chain, not a tree", where="--tree", fix="Leave out --tree.")
     return spec
 
 
-def in_vllm(serving: Serving) -> str:
+def in_vllm(drafts: Drafts) -> str:
     """Return vLLM's method, by which it chooses what a class of config.json means."""
-    return "dspark" if _told(serving).is_dspark else "dflash"
+    return "dspark" if _told(drafts).is_dspark else "dflash"
 
 
 SGLANG_DFLASH, SGLANG_DSPARK = "DFLASH", "DSPARK"
 
 
-def in_sglang(serving: Serving) -> dict[str, str]:
+def in_sglang(drafts: Drafts) -> dict[str, str]:
     """Return SGLang's options. Its verify window holds the anchor and the drafts; DSPARK takes no smaller one."""
-    spec = _told(serving, whole=cast(DFlashSpec, serving.spec).is_dspark)
+    spec = _told(drafts, whole=cast(DFlashSpec, drafts.spec).is_dspark)
     return {
         "--speculative-algorithm": SGLANG_DSPARK if spec.is_dspark else SGLANG_DFLASH,
-        WINDOW: str(serving.draft_tokens + 1),
+        WINDOW: str(drafts.draft_tokens + 1),
     }
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -324,7 +325,7 @@ def launch_files(spec: Spec, layout: str, served: Deployment | None = None) -> d
     """Return the files, by name, that show how to serve a head with a layout's engines; None for placeholders."""
     from .base import Deployment
 
-    served = served or Deployment()
+    served = replace(served or Deployment(), spec=spec)
     launches = [one.launch for one in engines_of(layout) if one.launch and spec.drafter.name in one.launch.drafters]
     return {one.file: one.text(spec, served) for one in launches}
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.formats import NVFP4
+from ..drafters.base import Spec
 from ..drafters.eagle3 import EAGLE3
 from ..drafters.keys import CONVENTION, IDS, INPUTS, NESTED, OUTPUTS, TOP
 from ..drafters.spec import Gqa, HeadSpec, Mla
@@ -21,13 +23,13 @@ from ..escape import Word, command
 from ..rule import Found, Rule
 from . import dflash
 from .base import (
-    DRAFT_TOKENS,
     HOST,
     Benchmark,
     Capture,
     Config,
     Deployment,
     Drafting,
+    Drafts,
     Engine,
     Launch,
     NullKey,
@@ -36,6 +38,7 @@ from .base import (
     Serving,
     Starter,
     Taken,
+    family_of,
 )  # fmt: skip
 from .checks import HeadFacts, fed_otherwise, other_class
 from .common import (
@@ -341,17 +344,29 @@ def _states(config: Config, mla: bool) -> Any:
     return config.get("num_aux_hidden_states") or by_lists
 
 
+def _eagle3(drafts: Drafts) -> dict[str, str]:
+    return {
+        "--speculative-algorithm": "EAGLE3",
+        "--speculative-num-steps": str(drafts.draft_tokens),
+        "--speculative-eagle-topk": str(drafts.branches),
+        # The last accepted token is verified together with a chain.
+        "--speculative-num-draft-tokens": str(drafts.nodes or drafts.draft_tokens + 1),
+    }
+
+
+FAMILIES = {EAGLE3.name: _eagle3, dflash.DFLASH.name: dflash.in_sglang}
+
+
+def _speculative(head: str, drafts: Drafts) -> dict[str, str]:
+    return {"--speculative-draft-model-path": head} | FAMILIES[family_of(drafts.spec)](drafts)
+
+
 def _words(served: Deployment) -> list[Word]:
     words: list[Word] = ["python", "-m", "sglang.launch_server", "--model-path", served.target, *served.arguments]
     if served.own_code and "--trust-remote-code" not in words:
         words.append("--trust-remote-code")
     if served.head is not None:
-        words += [
-            "--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", served.head,
-            "--speculative-num-steps", str(DRAFT_TOKENS), "--speculative-eagle-topk", "1",
-            # A chain of 3 steps verifies 4 tokens, including the last accepted one.
-            "--speculative-num-draft-tokens", str(DRAFT_TOKENS + 1),
-        ]  # fmt: skip
+        words += chain.from_iterable(_speculative(served.head, served).items())
     return words
 
 
@@ -364,8 +379,9 @@ OWN_BACKEND = (
 )
 
 
-def _script(spec: HeadSpec, served: Deployment) -> str:
-    notes = [SHOW_COUNTERS] if is_mla(spec) else [SHOW_COUNTERS, OWN_BACKEND]
+def _script(spec: Spec, served: Deployment) -> str:
+    inherits = isinstance(spec, HeadSpec) and not is_mla(spec)
+    notes = [SHOW_COUNTERS, OWN_BACKEND] if inherits else [SHOW_COUNTERS]
     return "\n".join([*notes, command(_words(served))]) + "\n"
 
 
@@ -386,24 +402,11 @@ def _kernels(python: Path) -> str:
     return "SGLang's own code, except for the kernels, which plain torch replaces" if made else ""
 
 
-def _eagle3(serving: Serving) -> dict[str, str]:
-    return {
-        "--speculative-algorithm": "EAGLE3",
-        "--speculative-num-steps": str(serving.draft_tokens),
-        "--speculative-eagle-topk": str(serving.branches),
-        # The last accepted token is verified together with a chain.
-        "--speculative-num-draft-tokens": str(serving.nodes or serving.draft_tokens + 1),
-    }
-
-
-FAMILIES = {EAGLE3.name: _eagle3, dflash.DFLASH.name: dflash.in_sglang}
-
-
 def speculation(serving: Serving) -> dict[str, str]:
     """Return the options by which SGLang is told about a drafter; none without one."""
     if serving.head is None:
         return {}
-    return {"--speculative-draft-model-path": str(serving.head.absolute())} | FAMILIES[serving.family](serving)
+    return _speculative(str(serving.head.absolute()), serving)
 
 
 def _command(serving: Serving, port: int) -> list[str]:
@@ -548,7 +551,7 @@ ENGINE = Engine(
     runners=(Runner("sglang", _in_sglang, _states),),
     packages=("sglang", "sglang_cpu"),
     captures=CAPTURES,
-    launch=Launch(_words, "serve-sglang.sh", _script, spread=("--tp-size", "8")),
+    launch=Launch(_words, "serve-sglang.sh", _script, drafters=tuple(FAMILIES), spread=("--tp-size", "8")),
     counters=Counters(
         marks="sglang:",
         metrics="/metrics",

@@ -17,7 +17,7 @@ from ..errors import CountersMissing, DefinitionsMixed
 from ..escape import Word, command, terminal
 from ..rule import Found, Rule
 from . import dflash
-from .base import DRAFT_TOKENS, Capture, Deployment, Engine, Launch, NullKey, Sampling, Taken
+from .base import Capture, Deployment, Engine, Launch, NullKey, Sampling, Taken
 from .checks import HeadFacts, first_architecture
 from .common import (
     HIDDEN,
@@ -219,7 +219,7 @@ def _yaml(spec: HeadSpec, served: Deployment) -> str:
     options = {
         "speculative_config": {
             "decoding_type": "Eagle3",
-            "max_draft_len": DRAFT_TOKENS,
+            "max_draft_len": served.draft_tokens,
             "speculative_model": served.head,
             "eagle3_layers_to_capture": list(spec.captured),
         }

@@ -23,12 +23,12 @@ from ..escape import Word
 from ..rule import Found, Rule
 from . import dflash
 from .base import (
-    DRAFT_TOKENS,
     HOST,
     Benchmark,
     Capture,
     Config,
     Deployment,
+    Drafts,
     Engine,
     Launch,
     NullKey,
@@ -37,6 +37,7 @@ from .base import (
     Serving,
     Starter,
     Taken,
+    family_of,
 )  # fmt: skip
 from .checks import HeadFacts, fed_otherwise, is_speculators, other_class
 from .common import (
@@ -222,22 +223,23 @@ def _words(served: Deployment) -> list[Word]:
     if served.own_code and "--trust-remote-code" not in words:
         words.append("--trust-remote-code")
     if served.head is not None:
-        words += ["--speculative-config", _speculative(served.head, "eagle3", DRAFT_TOKENS)]
+        words += ["--speculative-config", _speculative(served.head, served)]
     return words
 
 
-def _speculative(head: str, method: str, draft_tokens: int) -> dict[str, Any]:
-    return {"model": head, "method": method, "num_speculative_tokens": draft_tokens}
+METHODS: Mapping[str, Callable[[Drafts], str]] = {EAGLE3.name: lambda _: "eagle3", dflash.DFLASH.name: dflash.in_vllm}
 
 
-METHODS: Mapping[str, Callable[[Serving], str]] = {EAGLE3.name: lambda _: "eagle3", dflash.DFLASH.name: dflash.in_vllm}
+def _speculative(head: str, drafts: Drafts) -> dict[str, Any]:
+    method = METHODS[family_of(drafts.spec)](drafts)
+    return {"model": head, "method": method, "num_speculative_tokens": drafts.draft_tokens}
 
 
 def speculation(serving: Serving) -> dict[str, Any] | None:
     """Return the speculative config by which vLLM is told about a drafter; None without one."""
     if serving.head is None:
         return None
-    return _speculative(str(serving.head.absolute()), METHODS[serving.family](serving), serving.draft_tokens)
+    return _speculative(str(serving.head.absolute()), serving)
 
 
 # vLLM itself counts verify steps and positions:
@@ -597,6 +599,7 @@ ENGINE = Engine(
         _words,
         "serve-vllm.sh",
         lambda _, served: f"{escape.command(_words(served))}\n",
+        drafters=tuple(METHODS),
         # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py#L725
         spread=("--tensor-parallel-size", "8"),
     ),

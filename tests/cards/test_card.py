@@ -12,6 +12,7 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
+from support.block_drafters import DFLASH, DSPARK
 from support.commands import NAMES, ran
 from support.heads import GQA, MLA, random_slots, write_head
 
@@ -24,7 +25,7 @@ from kconv.convert.plan import WriteOptions, plan
 from kconv.convert.read import read_head
 from kconv.drafters.captured import without_lists
 from kconv.engines import by_name
-from kconv.errors import NotACheckpoint, OutputExists, ReportInvalid
+from kconv.errors import ManifestMismatch, NotACheckpoint, OutputExists, ReportInvalid
 from kconv.measure.figures import AcceptanceFigures, Figures, ReadingsDecided, TextFigures
 from kconv.validate.report import Finding, make_report
 
@@ -61,6 +62,28 @@ def test_the_hubs_own_card_class_reads_it(output):
     assert card.data.license == "mit"
     assert card.data.base_model == ["moonshotai/Kimi-K2.6"]
     assert "draft-model" in card.data.tags
+
+
+@pytest.mark.parametrize(
+    ("spec", "lead", "method", "places"),
+    [(DFLASH, "A DFlash drafter", "dflash", 3), (DSPARK, "A DSpark drafter", "dspark", 4)],
+    ids=["DFlash", "DSpark"],
+)
+def test_a_block_drafters_card_says_which_it_is_and_how_it_is_served(tmp_path, spec, lead, method, places):
+    # SGLang's, so that vLLM's is another layout.
+    source = write_head(tmp_path / "source", by_name("dflash-sglang"), spec, random_slots(spec))
+    execute(plan(read_head(open_checkpoint(source)), by_name("dflash-vllm")), tmp_path / "head")
+    card = make_card(gather(tmp_path / "head", None, Facts(name="org/head", base_model="org/target"))).text
+    assert f"{lead} (GQA attention, BF16) for speculative decoding" in card
+    [[*_, told]] = ran(card.partition("```bash\n")[2].partition("```")[0], tmp_path)
+    assert json.loads(told) == {"model": "org/head", "method": method, "num_speculative_tokens": places}
+
+
+def test_a_manifest_that_describes_no_such_drafter_is_refused(output):
+    manifest = read_manifest(output)
+    write_manifest(output, manifest.model_copy(update={"spec": manifest.spec | {"rope": {"theta": "much"}}}))
+    with pytest.raises(ManifestMismatch, match=r"describes no Eagle3 head.*rope.*theta"):
+        make_card(gather(output, None, Facts(name="org/head", base_model="org/target")))
 
 
 def test_what_rests_on_a_users_word_stays_on_the_card_through_conversions_until_it_is_measured(tmp_path):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -114,7 +115,7 @@ def _shares(spec: MoleSpec) -> bool:
 MOLE = Drafter(
     name="mole",
     title="Mole",
-    lead="A mole",
+    lead=lambda _: "A mole",
     spec=MoleSpec,
     slots=(
         Slot("tunnel", "hidden, hidden+captured*target_hidden"),
@@ -420,7 +421,7 @@ def test_what_is_broken_is_refused_by_name(monkeypatch, found, message):
 
 @pytest.mark.skipif(INSTALLED in os.environ, reason="runs the others")
 def test_a_family_of_another_package_is_known_everywhere(tmp_path):
-    (tmp_path / "mole.py").write_text(f"import runpy\nglobals().update(runpy.run_path({__file__!r}))\n")
+    shutil.copy(__file__, tmp_path / "mole.py")
     info = tmp_path / "mole-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mole\nVersion: 1.0\n")

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import yaml
+from support.block_drafters import DFLASH, DSPARK
 from support.commands import NAMES, ran
 from support.heads import GQA, MLA
 
@@ -30,6 +31,20 @@ def test_vllm_is_told_the_method_as_it_guesses_otherwise():
     assert options["method"] == "eagle3" and options["num_speculative_tokens"] >= 1
 
 
+@pytest.mark.parametrize(
+    ("spec", "method", "places"), [(DFLASH, "dflash", 3), (DSPARK, "dspark", 4)], ids=["DFlash", "DSpark"]
+)
+def test_a_block_drafter_is_launched_by_its_own_method_and_drafts_all_that_its_block_holds(spec, method, places):
+    words = shlex.split(launch_files(spec, "dflash-vllm")["serve-vllm.sh"])
+    options = json.loads(words[words.index("--speculative-config") + 1])
+    assert (options["method"], options["num_speculative_tokens"]) == (method, places)
+    words = shlex.split(launch_files(spec, "dflash-sglang")["serve-sglang.sh"], comments=True)
+    assert words[words.index("--speculative-algorithm") + 1] == method.upper()
+    assert words[words.index("--speculative-num-draft-tokens") + 1] == str(places + 1)
+    # Those are of a chain that is drafted step by step.
+    assert not {"--speculative-num-steps", "--speculative-eagle-topk"} & set(words)
+
+
 def test_tensorrt_llm_counts_drafts_once_the_two_lines_are_uncommented():
     ((_, text),) = launch_files(MLA, "trtllm").items()
     last = text.splitlines()[-2:]
@@ -48,12 +63,12 @@ def test_a_launch_file_names_a_head_and_a_target_of_any_name(name, tmp_path):
         "vllm", "serve", name, "--trust-remote-code", "--speculative-config",
     )  # fmt: skip
     assert json.loads(speculative)["model"] == name
-    ((*start, target, trust, algorithm, _, option, head), *_) = [
+    ((*start, target, trust, option, head, algorithm, _), *_) = [
         call[:10] for call in ran(files["serve-sglang.sh"], tmp_path)
     ]
     assert start == ["python", "-m", "sglang.launch_server", "--model-path"]
-    assert (target, trust, algorithm, option, head) == (
-        name, "--trust-remote-code", "--speculative-algorithm", "--speculative-draft-model-path", name,
+    assert (target, trust, option, head, algorithm) == (
+        name, "--trust-remote-code", "--speculative-draft-model-path", name, "--speculative-algorithm",
     )  # fmt: skip
     text = files["serve-trtllm.yaml"]
     assert yaml.safe_load(text)["speculative_config"]["speculative_model"] == name
