@@ -246,7 +246,7 @@ def validate(
     strict: bool = False,
     prompts: _Path | None = None,
     states: _Path | None = None,
-    draft_tokens: int = 3,
+    draft_tokens: int | None = None,
     prompt_tokens: int = 32,
     new_tokens: int = 64,
     seed: int = 0,
@@ -285,7 +285,7 @@ def validate(
         strict: Fail on warnings and undecided facts too.
         prompts: Held-out prompts: a JSONL, or mt-bench@<commit>. Needs --target, or for a target --source.
         states: Output of kconv states, instead of --prompts.
-        draft_tokens: Draft tokens per step (K).
+        draft_tokens: Draft tokens per step (K). Without it 3, or a whole block.
         prompt_tokens: Cut prompts to N tokens.
         new_tokens: Continue prompts by N tokens.
         seed: Random seed for sampling.
@@ -319,7 +319,7 @@ def bench(
     categories: Sequence[str] | str = (),
     limit: int | None = None,
     out: _Path,
-    draft_tokens: Sequence[int] | int | str = "3",
+    draft_tokens: Sequence[int] | int | str | None = None,
     engine: str | None = None,
     engine_python: str | None = None,
     ready_seconds: int = 300,
@@ -363,7 +363,7 @@ def bench(
         categories: Only these categories of the suite.
         limit: Use only N prompts of each category.
         out: The acceptance.json to write.
-        draft_tokens: Draft tokens per step (K), as served; without --url also a range.
+        draft_tokens: Draft tokens per step (K), as served; without --url also a range. Without it 3, or a whole block.
         engine: Start this engine to serve --target with --head.
         engine_python: Python of the engine's environment (see scripts/engine-env).
         ready_seconds: Seconds that a started engine may take to be ready.

@@ -21,6 +21,7 @@ from .reading import Reading, check_python, check_target, check_trusted, refuse_
 if TYPE_CHECKING:
     from ..bench.acceptance import AcceptanceFile
     from ..bench.compare import Comparison
+    from ..drafters.base import Spec
     from ..targets.suites import Suite
 
 # The engine tests and `validate` use it too.
@@ -82,10 +83,10 @@ class Bench(Reading, MeasureOptions):
     categories: Words = option((), "Only these categories of the suite.", kind="list", metavar="A,B")
     limit: Count | None = option(None, "Use only N prompts of each category.", metavar="N")
     out: Name = option(..., "The acceptance.json to write.", kind="output")
-    draft_tokens: Annotated[tuple[int, ...], BeforeValidator(_lengths)] = option(
-        "3",
-        "Draft tokens per step (K), as served; without --url also a range.",
-        kind="list", metavar="K|A-B", validate_default=True,
+    draft_tokens: Annotated[tuple[int, ...], BeforeValidator(_lengths)] | None = option(
+        None,
+        "Draft tokens per step (K), as served; without --url also a range. Without it 3, or a whole block.",
+        kind="list", metavar="K|A-B",
     )  # fmt: skip
     engine: str | None = option(None, "Start this engine to serve --target with --head.", metavar="ENGINE")
     engine_python: Name | None = option(
@@ -98,7 +99,7 @@ class Bench(Reading, MeasureOptions):
         branches, _ = self.branches
         if not (self.url or self.target):
             raise ValueError("--url or --target is required")
-        if self.url and len(self.draft_tokens) > 1:
+        if self.url and len(self.draft_tokens or ()) > 1:
             raise ValueError(
                 "--draft-tokens: a running server drafts with one K; pass that K, or use --engine for several"
             )
@@ -176,11 +177,13 @@ class Bench(Reading, MeasureOptions):
         longest = max(sum(len(turn) + self.max_tokens + CHAT_TOKENS for turn in p.turns) for p in suite.prompts)
         branches, nodes = self.branches
         weights = head.open_weights()
+        spec = read(weights, layout=self.layout(), hints=self.hints(), values=False).spec
+        every = self._steps(spec)
         serving = Serving(
             python or Path(),
             target.fetch_model(),
             weights.folder,
-            read(weights, layout=self.layout(), hints=self.hints(), values=False).spec,
+            spec,
             max_model_len=longest,
             ready_seconds=self.ready_seconds,
             branches=branches,
@@ -189,7 +192,7 @@ class Bench(Reading, MeasureOptions):
         starter = engine.starter
         told = {"target_name": self.target_name or target.name, "precision": self.precision or serving.dtype}
         options = self.model_copy(update=told | dict(starter.methods if starter else {}))
-        own = ServedHead(self.draft_tokens[0], kernels=starter.note(serving.python) if starter else "")
+        own = ServedHead(every[0], kernels=starter.note(serving.python) if starter else "")
         if self.speed_at and not self.baseline_url:
             from ..bench.speed import measure_loads
 
@@ -201,7 +204,7 @@ class Bench(Reading, MeasureOptions):
             own = replace(own, loads=loads)
         found = []
         # An engine drafts only with the K that it was started with; see engines/base.py, Serving.
-        for steps in self.draft_tokens:
+        for steps in every:
             say(f"starting {engine.title}, K = {steps}")
             with serve(replace(serving, draft_tokens=steps), engine) as served:
                 own = replace(own, draft_tokens=steps)
@@ -211,8 +214,13 @@ class Bench(Reading, MeasureOptions):
     def _on_server(self, context: Context, suite: Suite, say: Any) -> AcceptanceFile:
         from ..bench.measure import ServedHead, measure_served
 
-        [steps] = self.draft_tokens
+        # The head may be no more than a name on the Hub, and a server checks K.
+        [steps] = self.draft_tokens or [3]
         return measure_served(self.url or "", suite, context.source(self.head), ServedHead(steps), self, say=say)
+
+    def _steps(self, head: Spec) -> tuple[int, ...]:
+        """Return each K: as many tokens as the head's family drafts, unless the user asks for others."""
+        return self.draft_tokens or (head.drafter.draft_tokens(head),)
 
     def _offline(self, context: Context, suite: Suite, say: Any) -> AcceptanceFile:
         import torch
@@ -224,11 +232,12 @@ class Bench(Reading, MeasureOptions):
         # Checked before the head and the target are downloaded.
         check_memory(target.open_headers(), torch.float32, instead=TOO_LARGE)
         self.open_headers(context, self.head)
+        head = self.open(context, self.head)
         return measure_head(
-            self.open(context, self.head),
+            head,
             target.fetch_model(),
             suite,
-            self.draft_tokens,
+            self._steps(head.spec),
             self.model_copy(update={"target_name": self.target_name or target.name}),
             say=say,
         )

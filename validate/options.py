@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BeforeValidator, Field
 
 from ..engines import registry
 from ..options import Count, Name, Share, Url, option
 from ..strict import StrictModel
+
+if TYPE_CHECKING:
+    from ..drafters.base import Spec
 
 # The engine tests use it too.
 PYTHON = "KCONV_ENGINE_PYTHON"
@@ -35,7 +38,9 @@ class ValidateOptions(StrictModel):
         kind="file", metavar="FILE|SUITE@COMMIT",
     )  # fmt: skip
     states: Name | None = option(None, "Output of kconv states, instead of --prompts.", kind="file")
-    draft_tokens: Annotated[int, Field(ge=1, le=16)] = option(3, "Draft tokens per step (K).", metavar="K")
+    draft_tokens: Annotated[int, Field(ge=1, le=16)] | None = option(
+        None, "Draft tokens per step (K). Without it 3, or a whole block.", metavar="K"
+    )
     prompt_tokens: Count = option(32, "Cut prompts to N tokens.", metavar="N")
     new_tokens: Count = option(64, "Continue prompts by N tokens.", metavar="N")
     seed: int = option(0, "Random seed for sampling.")
@@ -64,6 +69,10 @@ class ValidateOptions(StrictModel):
     def runners(self) -> tuple[str, ...]:
         """What to check for, by the names of `ENGINES`; empty for those that the layout was written for."""
         return tuple(dict.fromkeys(name for one in self.for_ for name in registry.asked()[one]))
+
+    def steps(self, head: Spec) -> int:
+        """Return K for a head: as many tokens as its family drafts, unless the user asks for another number."""
+        return self.draft_tokens or head.drafter.draft_tokens(head)
 
     @property
     def text_tokens(self) -> int:

@@ -158,7 +158,7 @@ def _from_target(
         [row for row, _ in named],
         prompt_tokens=options.prompt_tokens,
         new_tokens=options.new_tokens,
-        steps=options.draft_tokens,
+        steps=options.steps(output.spec),
         seed=options.seed,
         categories=[category for _, category in named],
     )
@@ -195,7 +195,7 @@ def _from_states(
         hidden = torch.stack([row.hidden for row in rows]).float()
         return States(torch.stack([row.captured for row in rows]).float(), hidden, F.linear(hidden, lm_head))
 
-    texts = stored_texts(states, steps=options.draft_tokens, vocab=config.vocab)
+    texts = stored_texts(states, steps=options.steps(output.spec), vocab=config.vocab)
     bench = _Bench(output, heads, texts, run, captured, config, readings)
     return _measure(bench, options, _common_provenance(target) | _describe_states(states), say)
 
@@ -224,7 +224,8 @@ class _Bench:
 
 
 def _measure(bench: _Bench, options: ValidateOptions, about: dict[str, object], say: Say) -> ParityFound:
-    heads, drafters = bench.heads, _drafters(bench.heads, options.draft_tokens, bench.layers)
+    heads, steps = bench.heads, options.steps(bench.output.spec)
+    drafters = _drafters(heads, steps, bench.layers)
     measured = []
     for text in bench.texts:
         say(f"measuring on {text.kind} text")
@@ -232,7 +233,7 @@ def _measure(bench: _Bench, options: ValidateOptions, about: dict[str, object], 
             measure_states(
                 text,
                 bench.run,
-                options.draft_tokens,
+                steps,
                 drafters,
                 compare=_pair(heads),
                 parts=_parts(heads, bench.layers),
@@ -247,15 +248,11 @@ def _measure(bench: _Bench, options: ValidateOptions, about: dict[str, object], 
     if isinstance(output, DraftHead):
         say("measuring the head with known mistakes undone")
         known = [one.spec for one in bench.readings]
-        gains = measure_mistakes(
-            output, bench.texts, bench.run, bench.layers, options.draft_tokens, targets_own(bench.config), known
-        )
+        gains = measure_mistakes(output, bench.texts, bench.run, bench.layers, steps, targets_own(bench.config), known)
         findings += judge_mistakes(gains)
         about = about | {"readings": len(gains)}
     say("measuring other readings of the head")
-    told = measure_readings(
-        choose_text(bench.texts), bench.run, bench.layers, options.draft_tokens, heads["output"], bench.readings
-    )
+    told = measure_readings(choose_text(bench.texts), bench.run, bench.layers, steps, heads["output"], bench.readings)
     return ParityFound(tuple(measured), about, told, tuple(findings))
 
 

@@ -349,10 +349,11 @@ def test_it_is_measured_with_its_target(tmp_path, tiny_target):
     # It is not trained, so it drafts worse than a table of pairs.
     assert {one["rule"] for one in found["findings"] if one["severity"] == "error"} <= {"K204", "K363"}
     assert {"output", "bigram"} <= {row["drafter"] for row in found["figures"]["acceptance"]}
+    assert {row["steps"] for row in found["figures"]["acceptance"]} == {4}, "all that its block drafts"
     readings = {tuple(row["facts"]["captured"]) for row in found["figures"]["readings"]}
     assert readings == {(1, 3, 5), (0, 2, 4), (2, 4, 6)}
     refused = CliRunner().invoke(main, [*map(str, asked), "--draft-tokens", "5"])
     assert refused.exit_code == 1 and "a block of 4 slots drafts 4 tokens, not 5" in refused.output
     bench = ("bench", "--head", folder, "--target", tiny_target, "--suite", prompts, "--max-tokens", 12)
     rows = kconv(*bench, "--out", tmp_path / "a.json")["rows"]
-    assert rows and all(row["draft_tokens"] == 3 for row in rows)
+    assert rows and all(row["draft_tokens"] == 4 for row in rows)

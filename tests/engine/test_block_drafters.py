@@ -12,12 +12,18 @@ https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/vllm.py#L3189-L319
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from support.silent_faults import SILENT_BLOCKS
-from support.trained_blocks import SERVED, train_blocks
+from support.trained_blocks import SERVED, convert_blocks, train_blocks
 from support.witness import FEWER, PROMPTS, Witnessed, rules_of, serve_blocks
+
+from kconv.bench.acceptance import read_acceptance
+from kconv.cli import main
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
@@ -73,3 +79,32 @@ def test_sglang_serves_a_silent_fault_that_a_rule_names(in_sglang, trained, faul
     assert all(fault.unreached in name for name in found.unreached)
     targets, heads = trained
     assert rules_of(fault, in_sglang[1][fault.name], "sglang", targets["qwen3"], heads[fault.kind])
+
+
+@pytest.mark.parametrize(("engine", "name"), [("vllm", "DFlash"), ("sglang", "DSpark")])
+def test_the_commands_start_it_by_its_own_method_and_find_nothing_wrong(engine, name, trained, tmp_path, request):
+    """Over HTTP, with K left to the family."""
+    (targets, heads), target = trained, tmp_path / "target"
+    shutil.copytree(targets["qwen3"], target)
+    # bench asks as a chat does.
+    shutil.copy(targets["kimi"] / "chat_template.jinja", target)
+    python = request.getfixturevalue({"vllm": "engine_python", "sglang": "sglang_python"}[engine])
+    head = convert_blocks(heads, engine, tmp_path)[f"{name} {engine}"]
+    (prompts := tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("When opening as text,", "Return the number of"))
+    )
+    common = ["--target", target, "--engine", engine, "--engine-python", python]
+    words = ["validate", head, *common, "--prompts", prompts, "--new-tokens", "24", "--json"]
+    done = CliRunner().invoke(main, [str(word) for word in words])
+    report = json.loads(done.stdout)
+    assert done.exit_code == 0, report["findings"]
+    figures = report["figures"]["engine"]
+    assert figures["same_output"] == figures["prompts"] == 2
+    assert figures["per_position"] == figures["expected_per_position"]
+    assert (figures["drafts"], figures["unreached"]) == (figures["expected_drafts"], [])
+
+    words = ["bench", *common, "--head", head, "--suite", prompts, "--max-tokens", "16", "--out", tmp_path / "a.json"]
+    done = CliRunner().invoke(main, [str(word) for word in words])
+    assert done.exit_code == 0, done.output
+    found = read_acceptance(tmp_path / "a.json")
+    assert {row.draft_tokens for row in found.rows} == {figures["steps"]} == {len(figures["per_position"])}

@@ -51,12 +51,13 @@ class EngineFound:
 
 @dataclass(frozen=True)
 class _Bench:
-    """The common input: the target in memory, its tokenizer, and the prompts' token ids."""
+    """The common input: the target in memory, its tokenizer, the prompts' token ids, and K."""
 
     folder: Path
     model: torch.nn.Module
     tokenizer: Tokenizer
     prompts: list[list[int]]
+    steps: int
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,8 @@ def check_engine(
     say("loading the target")
     folder, ids = target.fetch_model(), [row[: options.prompt_tokens] for row in prompts.tokens if row]
     tokenizer = load_tokenizer(folder, trust_remote_code=options.trust_remote_code)
-    bench = _Bench(folder, load_target(folder, torch.float32), tokenizer, ids)
-    ahead = options.new_tokens + options.draft_tokens - 1
+    bench = _Bench(folder, load_target(folder, torch.float32), tokenizer, ids, options.steps(head.spec))
+    ahead = options.new_tokens + bench.steps - 1
     dtype = QUANTIZED_IN if head.is_quantized else "float32"
     if options.url:
         reference = generate_greedy(bench.model, bench.prompts, ahead)  # pyright: ignore[reportArgumentType]
@@ -124,7 +125,7 @@ def check_engine(
         serving = Serving(
             options.python,
             bench.folder,
-            draft_tokens=options.draft_tokens,
+            draft_tokens=bench.steps,
             max_model_len=_context(bench, ahead),
             dtype=dtype,
         )
@@ -145,7 +146,7 @@ def check_engine(
     say("simulating the chain")
 
     def chain(one: Head) -> Acceptance:
-        return simulate(one, bench.model, bench.folder, bench.prompts, reference, options.draft_tokens)
+        return simulate(one, bench.model, bench.folder, bench.prompts, reference, bench.steps)
 
     expected = chain(head)
     # One token of each answer comes from its prefill, and each verify step gives one more than it accepts.
@@ -155,7 +156,7 @@ def check_engine(
         url=options.url or "",
         prompts=len(bench.prompts),
         new_tokens=options.new_tokens,
-        steps=options.draft_tokens,
+        steps=bench.steps,
         same_output=served.same,
         reference=of,
         drafts=served.drafts,
@@ -191,7 +192,7 @@ def _reach(options: ValidateOptions, bench: _Bench, reference: Sequence[Sequence
         raise EngineFailed(
             f"--engine is {options.engine}, but this server is {found.name}", where=server.url, fix="Check the address."
         )
-    check_told(server, options.draft_tokens, "chain")
+    check_told(server, bench.steps, "chain")
     return _count(server, found, counters, bench, reference, options)
 
 
@@ -214,13 +215,13 @@ def _count(
         raise EngineFailed(f"{engine.title} has no counters that kconv reads", fix="Use another engine.")
     before = client.rest(counters)
     own = [list(row[: options.new_tokens]) for row in reference]
-    answers = _ask(client, engine, bench.prompts, options)
+    answers = _ask(client, engine, bench, options.new_tokens)
     if answers is not None:
         same = sum(mine == output for mine, (output, _) in zip(own, answers, strict=True))
         told = [counts for _, counts in answers if counts is not None]
         if len(told) == len(own):
             counts = Counts.pool(told)
-            check_possible(counts, options.draft_tokens, client.url)
+            check_possible(counts, bench.steps, client.url)
             return _Served(engine.name, same, *_whole(counts), note=PER_REQUEST)
     else:
         texts = [client.complete_text(prompt, options.new_tokens).strip() for prompt in bench.prompts]
@@ -229,8 +230,8 @@ def _count(
             str(decode(mine, skip_special_tokens=True)).strip() == text for mine, text in zip(own, texts, strict=True)
         )
     found = client.rest(counters).since(before, client.url)
-    counts = counters.count(found, options.draft_tokens, len(own), len(own))
-    check_possible(counts, options.draft_tokens, client.url)
+    counts = counters.count(found, bench.steps, len(own), len(own))
+    check_possible(counts, bench.steps, client.url)
     drafts, accepted, places = _whole(counts)
     # Positions are compared only if tokens are: a text may hide a token that the engine did not count.
     return _Served(
@@ -239,13 +240,13 @@ def _count(
 
 
 def _ask(
-    client: Client, engine: Engine, prompts: Sequence[list[int]], options: ValidateOptions
+    client: Client, engine: Engine, bench: _Bench, new_tokens: int
 ) -> list[tuple[list[int], Counts | None]] | None:
     """Return each prompt's continuation with what was drafted for it; None if the server returns only text."""
     asking = engine.per_request
     if asking is None or (asking.beside and not client.page(asking.beside)):
         return None
-    return [client.continue_counted(asking, prompt, options.new_tokens, options.draft_tokens) for prompt in prompts]
+    return [client.continue_counted(asking, prompt, new_tokens, bench.steps) for prompt in bench.prompts]
 
 
 def _whole(counts: Counts) -> tuple[int, int, tuple[int, ...] | None]:
