@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..checkpoint.schema import read_text
 from ..engines.base import HEAD, TARGET, Deployment, Launch
 from ..engines.registry import engine, engines_of
-from ..errors import KconvError
 from ..escape import command_lines, yaml
 from .evidence import Evidence
 
@@ -48,21 +46,6 @@ def _start(name: str, title: str, launch: Launch, evidence: Evidence) -> Start:
     config, notes = "", []
     if said and said.requires:
         notes.append(f"Requires {said.requires}.")
-    # The file that a conversion writes next to the weights.
-    written = evidence.folder / launch.file if evidence.folder else None
-    if written is not None and written.is_file():
-        lines = read_text(written, KconvError, fix="Convert the head again.").splitlines()
-        comments = [line.removeprefix("#").strip() for line in lines if line.startswith("#")]
-        program = str(launch.words(Deployment())[0])
-        notes += [line for line in comments if not line.startswith(program)]
-        if launch.is_config:
-            config = "\n".join(line for line in lines if not line.startswith("#"))
-    elif said and said.config:
-        config = said.config
-    elif launch.unwritten:
-        notes.append(launch.unwritten)
-    if said and said.note:
-        notes.append(said.note)
     target = (said.target if said else None) or facts.base_model
     names = {placeholder: name for placeholder, name in ((TARGET, target), (HEAD, facts.name)) if name}
     served = Deployment(
@@ -72,7 +55,18 @@ def _start(name: str, title: str, launch: Launch, evidence: Evidence) -> Start:
         own_code=evidence.own_code,
         arguments=said.words if said else (),
     )
-    return Start(title, command_lines(launch.words(served)), _named(config, names), launch.file, tuple(notes))
+    if served.spec is not None:
+        notes += launch.notes(served.spec)
+        if launch.config:
+            lines = launch.config(served.spec, served).splitlines()
+            config = "\n".join(line for line in lines if not line.startswith("#"))
+    elif said and said.config:
+        config = _named(said.config, names)
+    elif launch.unwritten:
+        notes.append(launch.unwritten)
+    if said and said.note:
+        notes.append(said.note)
+    return Start(title, command_lines(launch.words(served)), config, launch.file, tuple(notes))
 
 
 def _named(config: str, names: Mapping[str, str]) -> str:

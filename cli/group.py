@@ -54,7 +54,7 @@ OTHER_WORDS = {
 
 # What kconv leaves to an engine, and how it is done.
 LEFT_TO_ENGINES = dict.fromkeys(
-    ("serve", "launch"), "An engine serves a head: run serve-vllm.sh, which kconv to-vllm writes beside it."
+    ("serve", "launch"), "An engine serves a head: run serve-vllm.sh TARGET, which kconv to-vllm writes beside it."
 )
 
 # Names that users try for an option or an argument of kconv.

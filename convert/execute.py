@@ -72,7 +72,11 @@ def fill(
     files = [FileRecord(name=weights.file, size=weights.size, sha256=weights.sha256)]
     # A layout that is only read belongs to a trainer, not an engine.
     if plan.layout.write_config is not None:
-        served = Deployment(own_code=needs_code(plan.target.config if plan.target else None, plan.config))
+        own_code = needs_code(plan.target.config if plan.target else None, plan.config)
+        served = Deployment(own_code=own_code)
+        # A folder's path is of this machine.
+        if plan.target is not None and not plan.target.is_folder:
+            served = Deployment(plan.target.name.partition("@")[0], own_code=own_code)
         for name, text in launch_files(plan.spec, plan.layout.name, served).items():
             files.append(_write_text(folder / name, text))
     if plan.source.side_file is not None:
@@ -139,6 +143,8 @@ def _filled(plan: Plan) -> Callable[[str, Values], None]:
 
 def _write_text(file: Path, text: str) -> FileRecord:
     file.write_text(text, encoding="utf-8")
+    if text.startswith("#!"):
+        file.chmod(file.stat().st_mode | 0o111)
     return _record_file(file)
 
 

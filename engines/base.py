@@ -7,15 +7,16 @@ All other code iterates over `registry.engines()`. Another package adds an engin
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
 from ..drafters.base import Spec
 from ..drafters.eagle3 import EAGLE3
 from ..drafters.spec import Gqa, Mla
-from ..escape import Word
+from ..escape import Word, command
 from ..rule import Rule
 from .counters import Counters, PerRequest
 from .layout import Layout
@@ -26,6 +27,19 @@ HEAD, TARGET = "PATH_OR_ID_OF_THIS_HEAD", "PATH_OR_ID_OF_THE_TARGET"
 OF_TARGETS_WITH_CODE = ("kimi_k2", "kimi_k25")
 # The address at which a server started by kconv listens.
 HOST = "127.0.0.1"
+# A launch file: its folder is the head, the first argument the target, and what follows goes to the engine.
+SCRIPT = """\
+#!/bin/sh
+# Serves a target with this head: sh {file} {target} [OPTIONS]
+{notes}head=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
+case ${{1-}} in
+"" | -*) {otherwise} ;;
+*) target=$1; shift ;;
+esac
+exec {command} "$@"
+"""
+NO_TARGET = 'echo "usage: sh $0 TARGET [OPTIONS]; TARGET is a folder or an id on the Hub" >&2; exit 2'
+VARIABLES = {TARGET: '"$target"', HEAD: '"$head"'}
 
 Config = Mapping[str, Any]
 # What a config that states no max_position_embeddings has, by its class in transformers:
@@ -161,10 +175,10 @@ class Launch:
 
     Attributes:
         words: the command's words, before they are quoted.
-        file: the file that a conversion writes next to the weights.
-        text: its content. Lines that begin with # are notes.
-        is_config: whether the command names the file, which is then not a script.
-        unwritten: what a card says if the file is not there; "" for nothing.
+        file: the file that a conversion writes next to the weights: a script, or what `config` returns.
+        notes: what to know about a drafter of a spec, a sentence each.
+        config: a file that the command names; None where options tell the engine all.
+        unwritten: what a card says if the spec is unknown; "" for nothing.
         drafters: the families that it serves in this way.
         spread: the further words for a quantized target of Kimi-K2's size on eight GPUs; if empty, its card shows no
             command of this engine. The format needs no option: engines read config.json's quantization_config.
@@ -172,11 +186,37 @@ class Launch:
 
     words: Callable[[Deployment], list[Word]]
     file: str
-    text: Callable[[Any, Deployment], str]
-    is_config: bool = False
+    notes: Callable[[Any], tuple[str, ...]] = lambda _: ()
+    config: Callable[[Any, Deployment], str] | None = None
     unwritten: str = ""
     drafters: tuple[str, ...] = (EAGLE3.name,)
     spread: tuple[str, ...] = ()
+
+    def text(self, spec: Spec, served: Deployment) -> str:
+        """Return the file's content, for a drafter whose folder it is in."""
+        if self.config:
+            return self.config(spec, served)
+        words = _flat(self.words(replace(served, target=TARGET, head=HEAD)))
+        unnamed = served.target == TARGET
+        return SCRIPT.format(
+            file=self.file,
+            target="TARGET" if unnamed else "[TARGET]",
+            notes="".join(f"# {note}\n" for note in self.notes(spec)),
+            otherwise=NO_TARGET if unnamed else f"target={command([served.target])}",
+            command=" ".join(VARIABLES.get(word) or command([word]) for word in words),
+        )
+
+
+def _flat(words: Iterable[Word]) -> Iterator[str]:
+    """Yield words with a mapping as dotted options, so that a shell can put a value of any name into it.
+
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/utils/argparse_utils.py#L425-L462
+    """
+    for option, value in pairwise([*words, ""]):
+        if isinstance(value, Mapping):
+            yield from chain.from_iterable((f"{option}.{key}", str(one)) for key, one in value.items())
+        elif isinstance(option, str):
+            yield option
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from ..drafters.keys import CONVENTION, IDS, INPUTS, NESTED, OUTPUTS, TOP
 from ..drafters.spec import Gqa, HeadSpec, Mla
 from ..drafters.yarn import cos_sin_factor, m
 from ..errors import AcceptanceInvalid, CountersDisturbed, CountersMissing
-from ..escape import Word, command
+from ..escape import Word
 from ..rule import Found, Rule
 from . import dflash
 from .base import (
@@ -371,18 +371,17 @@ def _words(served: Deployment) -> list[Word]:
 
 
 # Without it a server shows no draft counters.
-SHOW_COUNTERS = "# counters for kconv bench and kconv validate --url: add --enable-metrics"
+SHOW_COUNTERS = "kconv bench and kconv validate --url read counters, which --enable-metrics shows."
 # https://github.com/sgl-project/sglang/issues/23490
 OWN_BACKEND = (
-    "# A Kimi target has latent attention and this head has not, but the head would inherit its backend:\n"
-    "# add --speculative-draft-attention-backend, e.g. trtllm_mha or fa3"
+    "Beside a target with latent attention, as Kimi-K2, this head would inherit a backend that it cannot use: "
+    "add --speculative-draft-attention-backend, e.g. trtllm_mha or fa3."
 )
 
 
-def _script(spec: Spec, served: Deployment) -> str:
+def _notes(spec: Spec) -> tuple[str, ...]:
     inherits = isinstance(spec, HeadSpec) and not is_mla(spec)
-    notes = [SHOW_COUNTERS, OWN_BACKEND] if inherits else [SHOW_COUNTERS]
-    return "\n".join([*notes, command(_words(served))]) + "\n"
+    return (SHOW_COUNTERS, OWN_BACKEND) if inherits else (SHOW_COUNTERS,)
 
 
 # Verify calls, generated tokens and requests, all counted when a request ends. A verify call produces the accepted
@@ -551,7 +550,7 @@ ENGINE = Engine(
     runners=(Runner("sglang", _in_sglang, _states),),
     packages=("sglang", "sglang_cpu"),
     captures=CAPTURES,
-    launch=Launch(_words, "serve-sglang.sh", _script, drafters=tuple(FAMILIES), spread=("--tp-size", "8")),
+    launch=Launch(_words, "serve-sglang.sh", _notes, drafters=tuple(FAMILIES), spread=("--tp-size", "8")),
     counters=Counters(
         marks="sglang:",
         metrics="/metrics",

@@ -198,11 +198,15 @@ TRTLLM = Layout(
 
 YAML = "serve-trtllm.yaml"
 # NVIDIA's own deployment test serves its Kimi heads with false; releases differ in which of the two they accept.
-ONE_MODEL = "# eagle3_one_model: true is the default; some releases load an MLA head only with false"
+ONE_MODEL = "eagle3_one_model: true is the default; some releases load an MLA head only with false"
 # Without these a server shows no draft counters.
 SHOW_COUNTERS = (
     "# counters for kconv bench and kconv validate --url:\n# return_perf_metrics: true\n# enable_iter_perf_stats: true"
 )
+
+
+def _notes(spec: HeadSpec) -> tuple[str, ...]:
+    return (ONE_MODEL,) if is_mla(spec) else ()
 
 
 def _words(served: Deployment) -> list[Word]:
@@ -226,7 +230,7 @@ def _yaml(spec: HeadSpec, served: Deployment) -> str:
     }
     # YAML has no control characters, not even in a comment.
     shown = terminal(command(_words(served))).split("\n")
-    notes = [*(f"# {line}" for line in shown), *([ONE_MODEL] if is_mla(spec) else [])]
+    notes = [f"# {line}" for line in (*shown, *_notes(spec))]
     return "\n".join([*notes, yaml.safe_dump(options, sort_keys=False) + SHOW_COUNTERS, ""])
 
 
@@ -366,8 +370,8 @@ ENGINE = Engine(
     launch=Launch(
         _words,
         YAML,
+        _notes,
         _yaml,
-        is_config=True,
         unwritten="Its YAML lists the captured layers, which are unknown.",
         spread=("--tp_size", "8"),
     ),

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .. import escape
 from ..checkpoint.folder import read_json
 from ..drafters.eagle3 import EAGLE3
 from ..drafters.keys import CONVENTION, IDS, INPUTS, NESTED, TOP
@@ -598,7 +597,6 @@ ENGINE = Engine(
     launch=Launch(
         _words,
         "serve-vllm.sh",
-        lambda _, served: f"{escape.command(_words(served))}\n",
         drafters=tuple(METHODS),
         # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py#L725
         spread=("--tensor-parallel-size", "8"),

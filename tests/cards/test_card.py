@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from support.commands import NAMES, ran
 from support.heads import GQA, MLA, random_slots, write_head
 
 from kconv.cards.card import gather, make_card, write, write_card
-from kconv.cards.facts import Facts, LicenseFacts
+from kconv.cards.facts import Facts, LicenseFacts, Serve
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import Hints, read_manifest, write_manifest
 from kconv.convert.execute import execute
@@ -252,19 +251,16 @@ more: "````"
 
 
 @pytest.mark.parametrize("style", ["short", "compact", "nvidia"])
-def test_a_strangers_serving_yaml_stays_a_block_of_code(portable, tmp_path, style):
-    head = tmp_path / "head"
-    shutil.copytree(portable, head)
-    before = make_card(gather(head, None, Facts(name="org/head")), style).text
-    (head / "serve-trtllm.yaml").write_text(HOSTILE + "\x1b[2J\n")
-    after = make_card(gather(head, None, Facts(name="org/head")), style).text
-    # Its one comment that is no command is a line of text.
-    blocks = [kind for kind in shape(before) if not kind.startswith(("paragraph", "inline"))]
-    assert [kind for kind in shape(after) if not kind.startswith(("paragraph", "inline"))] == blocks
+def test_a_strangers_serving_yaml_stays_a_block_of_code(tmp_path, style):
+    def card(config: str) -> str:
+        facts = Facts(name="org/head", serve={"trtllm": Serve(config=config)})
+        return make_card(gather(tmp_path, None, facts), style).text
+
+    after = card(HOSTILE + "\x1b[2J\n")
+    assert shape(after) == shape(card("speculative_config: {}"))
     # A control character makes it no YAML; it is shown as it is, and obeyed by no terminal.
     assert "\x1b" not in after and "PATH_OR_ID_OF_THIS_HEAD" in "".join(fences(after, "yaml"))
-    (head / "serve-trtllm.yaml").write_text(HOSTILE)
-    (config,) = fences(make_card(gather(head, None, Facts(name="org/head")), style).text, "yaml")
+    (config,) = fences(card(HOSTILE), "yaml")
     assert yaml.safe_load(config)["speculative_config"] == {"speculative_model": "org/head", "decoding_type": "Eagle3"}
     assert yaml.safe_load(config)["more"] == "````"
 

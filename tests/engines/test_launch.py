@@ -1,8 +1,9 @@
 """Launch snippets: what they say is what the engine is to be told, in its own convention."""
 
-import json
 import shlex
+import subprocess
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import yaml
@@ -10,8 +11,14 @@ from support.block_drafters import DFLASH, DSPARK
 from support.commands import NAMES, ran
 from support.heads import GQA, MLA
 
-from kconv.engines.base import Deployment, needs_code
+from kconv.engines.base import TARGET, Deployment, needs_code
 from kconv.engines.registry import launch_files
+
+
+def told(script: str) -> dict[str, str]:
+    """Return the options of the command that a launch script ends with."""
+    words = shlex.split(script.splitlines()[-1])
+    return {option: value for option, value in pairwise(words) if option.startswith("--")}
 
 
 @pytest.mark.parametrize("spec", [MLA, replace(GQA, captured=(1, 29, 57))])
@@ -25,24 +32,24 @@ def test_tensorrt_llm_is_told_the_layer_outputs(spec):
 
 def test_vllm_is_told_the_method_as_it_guesses_otherwise():
     ((_, text),) = launch_files(MLA, "vllm").items()
-    words = shlex.split(text)
-    assert words[:2] == ["vllm", "serve"]
-    options = json.loads(words[words.index("--speculative-config") + 1])
-    assert options["method"] == "eagle3" and options["num_speculative_tokens"] >= 1
+    assert "exec vllm serve " in text
+    options = told(text)
+    assert options["--speculative-config.method"] == "eagle3"
+    assert int(options["--speculative-config.num_speculative_tokens"]) >= 1
 
 
 @pytest.mark.parametrize(
     ("spec", "method", "places"), [(DFLASH, "dflash", 3), (DSPARK, "dspark", 4)], ids=["DFlash", "DSpark"]
 )
 def test_a_block_drafter_is_launched_by_its_own_method_and_drafts_all_that_its_block_holds(spec, method, places):
-    words = shlex.split(launch_files(spec, "dflash-vllm")["serve-vllm.sh"])
-    options = json.loads(words[words.index("--speculative-config") + 1])
-    assert (options["method"], options["num_speculative_tokens"]) == (method, places)
-    words = shlex.split(launch_files(spec, "dflash-sglang")["serve-sglang.sh"], comments=True)
-    assert words[words.index("--speculative-algorithm") + 1] == method.upper()
-    assert words[words.index("--speculative-num-draft-tokens") + 1] == str(places + 1)
+    options = told(launch_files(spec, "dflash-vllm")["serve-vllm.sh"])
+    assert options["--speculative-config.method"] == method
+    assert options["--speculative-config.num_speculative_tokens"] == str(places)
+    options = told(launch_files(spec, "dflash-sglang")["serve-sglang.sh"])
+    assert options["--speculative-algorithm"] == method.upper()
+    assert options["--speculative-num-draft-tokens"] == str(places + 1)
     # Those are of a chain that is drafted step by step.
-    assert not {"--speculative-num-steps", "--speculative-eagle-topk"} & set(words)
+    assert not {"--speculative-num-steps", "--speculative-eagle-topk"} & set(options)
 
 
 def test_tensorrt_llm_counts_drafts_once_the_two_lines_are_uncommented():
@@ -54,22 +61,26 @@ def test_tensorrt_llm_counts_drafts_once_the_two_lines_are_uncommented():
     assert on["speculative_config"] == yaml.safe_load(text)["speculative_config"]
 
 
+STARTS = {
+    "serve-vllm.sh": ("vllm serve", "--speculative-config.model"),
+    "serve-sglang.sh": ("python -m sglang.launch_server --model-path", "--speculative-draft-model-path"),
+}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_launch_file_names_a_head_and_a_target_of_any_name(name, tmp_path):
     served = Deployment(name, name, own_code=True)
     files = launch_files(MLA, "portable", served)
-    ((vllm, serve, target, trust, option, speculative),) = ran(files["serve-vllm.sh"], tmp_path)
-    assert (vllm, serve, target, trust, option) == (
-        "vllm", "serve", name, "--trust-remote-code", "--speculative-config",
-    )  # fmt: skip
-    assert json.loads(speculative)["model"] == name
-    ((*start, target, trust, option, head, algorithm, _), *_) = [
-        call[:10] for call in ran(files["serve-sglang.sh"], tmp_path)
-    ]
-    assert start == ["python", "-m", "sglang.launch_server", "--model-path"]
-    assert (target, trust, option, head, algorithm) == (
-        name, "--trust-remote-code", "--speculative-draft-model-path", name, "--speculative-algorithm",
-    )  # fmt: skip
+    # A shell takes a newline from a path's end.
+    (head := tmp_path / name.replace("/", "-").rstrip("\n")).mkdir()
+    for file, (start, option) in STARTS.items():
+        (head / file).write_text(files[file])
+        for given in ((), ("--port", name)):
+            # The placeholder's own name is no target that is known.
+            named = (name,) if name == TARGET else ()
+            (call,) = ran(files[file], tmp_path, head / file, *named, *given)
+            words = [*start.split(), name, "--trust-remote-code", option, str(head)]
+            assert (call[: len(words)], tuple(call[len(call) - len(given) :])) == (words, given)
     text = files["serve-trtllm.yaml"]
     assert yaml.safe_load(text)["speculative_config"]["speculative_model"] == name
     # Its command is a comment, of as many lines as the name has.
@@ -78,6 +89,23 @@ def test_a_launch_file_names_a_head_and_a_target_of_any_name(name, tmp_path):
     assert ran(shown, tmp_path) == [
         ["trtllm-serve", name, "--backend", "pytorch", "--trust_remote_code", "--config", "serve-trtllm.yaml"]
     ]
+
+
+@pytest.mark.parametrize("file", STARTS)
+def test_a_launch_file_takes_the_target_and_further_options_as_arguments(file, tmp_path):
+    script = launch_files(MLA, "portable")[file]
+    (call,) = ran(script, tmp_path, tmp_path / file, "my target", "--port", "9000")
+    assert "my target" in call and call[-2:] == ["--port", "9000"] and TARGET not in call
+    known = launch_files(MLA, "portable", Deployment("org/target"))[file]
+    for given, target in (((), "org/target"), (("--port", "9000"), "org/target"), (("another",), "another")):
+        (call,) = ran(known, tmp_path, tmp_path / file, *given)
+        assert target in call and ("another" in call) == ("another" in given)
+    # Without a target nothing is started.
+    for given in ((), ("--port", "9000"), ("",)):
+        done = subprocess.run(["sh", "-c", script, file, *given], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (
+            2, f"usage: sh {file} TARGET [OPTIONS]; TARGET is a folder or an id on the Hub\n",
+        )  # fmt: skip
 
 
 CODE = {"auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}

@@ -108,7 +108,7 @@ def test_a_portable_folder_shows_how_each_engine_serves_it():
 
 
 def test_sglang_is_told_a_chain():
-    words = shlex.split(launch_files(MLA, "sglang")["serve-sglang.sh"])
+    words = shlex.split(launch_files(MLA, "sglang")["serve-sglang.sh"].splitlines()[-1])
     options = dict(pairwise(words))
     assert options["--speculative-algorithm"] == "EAGLE3", "as EAGLE, SGLang skips fc"
     assert options["--speculative-eagle-topk"] == "1"

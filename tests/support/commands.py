@@ -104,8 +104,12 @@ NAMES = (
 )  # fmt: skip
 
 
-def ran(script: str, folder: Path) -> list[list[str]]:
-    """Return how a script calls programs, program and arguments of each, the same in bash and sh; it writes nothing."""
+def ran(script: str, folder: Path, called: object = "script", *arguments: str) -> list[list[str]]:
+    """Return how a script calls programs, program and arguments of each, the same in bash and sh; it writes nothing.
+
+    Args:
+        called, arguments: what the script sees as its own name, and as its arguments.
+    """
     programs, work, record = folder / "programs", folder / "work", folder / "record"
     if not programs.exists():
         programs.mkdir()
@@ -116,8 +120,10 @@ def ran(script: str, folder: Path) -> list[list[str]]:
     calls = []
     for shell in ("/bin/bash", "/bin/sh"):
         record.write_bytes(b"")
-        environment = {"PATH": str(programs), "RECORD": str(record), "HOME": "/home-of-nobody"}
-        done = subprocess.run([shell, "-c", script], cwd=work, env=environment, capture_output=True, check=False)
+        environment = {"PATH": f"{programs}:/usr/bin:/bin", "RECORD": str(record), "HOME": "/home-of-nobody"}
+        done = subprocess.run(
+            [shell, "-c", script, str(called), *arguments], cwd=work, env=environment, capture_output=True, check=False
+        )
         assert (done.returncode, done.stderr) == (0, b""), done.stderr.decode()
         assert list(work.iterdir()) == []
         words = record.read_bytes().decode().split("\0")[:-1]
