@@ -477,6 +477,17 @@ def in_sglang(drafts: Drafts) -> dict[str, str]:
     }
 
 
+def in_trtllm(drafts: Drafts) -> dict[str, str]:
+    """Return TensorRT-LLM's type of decoding; it reads layers, mask token and block in the drafter's config.json.
+
+    https://nvidia.github.io/TensorRT-LLM/1.4.0rc4/llm-api/reference/DFlashDecodingConfig.html
+    A block of DSpark is drafted whole (DSparkWorker._lazy_init):
+    https://github.com/NVIDIA/TensorRT-LLM/blob/005c932d59e089c9dd9598f68eabd649eda7258e/tensorrt_llm/_torch/speculative/dspark.py
+    """
+    spec = _told(drafts, whole=cast(DFlashSpec, drafts.spec).is_dspark)
+    return {"decoding_type": "DSpark" if spec.is_dspark else "DFlash"}
+
+
 # What each engine does with these files
 
 

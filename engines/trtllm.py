@@ -5,10 +5,11 @@ Loader: Eagle3ForCausalLM.load_weights, lines 943 to 987 of the file that `MODEL
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
+from ..drafters.base import Spec
 from ..drafters.eagle3 import EAGLE3
 from ..drafters.keys import CONVENTION, IDS, OUTPUTS
 from ..drafters.spec import Gqa, HeadSpec
@@ -17,7 +18,7 @@ from ..errors import CountersMissing, DefinitionsMixed
 from ..escape import Word, command, terminal
 from ..rule import Found, Rule
 from . import dflash
-from .base import Capture, Deployment, Engine, Launch, NullKey, Sampling, Taken
+from .base import Capture, Deployment, Drafts, Engine, Launch, NullKey, Sampling, Taken
 from .checks import HeadFacts, first_architecture
 from .common import (
     HIDDEN,
@@ -205,8 +206,8 @@ SHOW_COUNTERS = (
 )
 
 
-def _notes(spec: HeadSpec) -> tuple[str, ...]:
-    return (ONE_MODEL,) if is_mla(spec) else ()
+def _notes(spec: Spec) -> tuple[str, ...]:
+    return (ONE_MODEL,) if isinstance(spec, HeadSpec) and is_mla(spec) else ()
 
 
 def _words(served: Deployment) -> list[Word]:
@@ -216,18 +217,24 @@ def _words(served: Deployment) -> list[Word]:
     return [*words, "--config", YAML] if served.head is not None else words
 
 
-def _yaml(spec: HeadSpec, served: Deployment) -> str:
+def _eagle3(drafts: Drafts) -> dict[str, Any]:
     """The captured layers, as outputs: TensorRT-LLM takes them from its serving YAML only."""
+    spec = cast(HeadSpec, drafts.spec)
+    return {"decoding_type": "Eagle3", "eagle3_layers_to_capture": list(spec.captured)}
+
+
+FAMILIES: Mapping[str, Callable[[Drafts], Mapping[str, Any]]] = {
+    EAGLE3.name: _eagle3, dflash.DFLASH.name: dflash.in_trtllm
+}  # fmt: skip
+
+
+def _yaml(spec: Spec, served: Deployment) -> str:
     import yaml
 
-    options = {
-        "speculative_config": {
-            "decoding_type": "Eagle3",
-            "max_draft_len": served.draft_tokens,
-            "speculative_model": served.head,
-            "eagle3_layers_to_capture": list(spec.captured),
-        }
-    }
+    served = replace(served, spec=spec)
+    told = dict(FAMILIES[spec.drafter.name](served))
+    common = {"max_draft_len": served.draft_tokens, "speculative_model": served.head}
+    options = {"speculative_config": {"decoding_type": told.pop("decoding_type")} | common | told}
     # YAML has no control characters, not even in a comment.
     shown = terminal(command(_words(served))).split("\n")
     notes = [f"# {line}" for line in (*shown, *_notes(spec))]
@@ -372,6 +379,7 @@ ENGINE = Engine(
         YAML,
         _notes,
         _yaml,
+        drafters=tuple(FAMILIES),
         unwritten="Its YAML lists the captured layers, which are unknown.",
         spread=("--tp_size", "8"),
     ),

@@ -11,7 +11,7 @@ from support.block_drafters import DFLASH, DSPARK
 from support.commands import NAMES, ran
 from support.heads import GQA, MLA
 
-from kconv.engines.base import TARGET, Deployment, needs_code
+from kconv.engines.base import HEAD, TARGET, Deployment, needs_code
 from kconv.engines.registry import launch_files
 
 
@@ -48,6 +48,11 @@ def test_a_block_drafter_is_launched_by_its_own_method_and_drafts_all_that_its_b
     options = told(launch_files(spec, "dflash-sglang")["serve-sglang.sh"])
     assert options["--speculative-algorithm"] == method.upper()
     assert options["--speculative-num-draft-tokens"] == str(places + 1)
+    config = yaml.safe_load(launch_files(spec, "dflash-trtllm")["serve-trtllm.yaml"])["speculative_config"]
+    assert config == {
+        "decoding_type": {"dflash": "DFlash", "dspark": "DSpark"}[method], "max_draft_len": places,
+        "speculative_model": HEAD,
+    }  # fmt: skip
     # Those are of a chain that is drafted step by step.
     assert not {"--speculative-num-steps", "--speculative-eagle-topk"} & set(options)
 
