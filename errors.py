@@ -77,6 +77,11 @@ class KconvError(Exception):
             lines.append(f"  see:   {self.see}")
         return "\n".join(lines)
 
+    def as_json(self) -> dict[str, dict[str, str]]:
+        """Return the object that a command with --json prints."""
+        parts = {"code": self.code, "what": self.what, "where": str(self.where), "fix": self.fix}
+        return {"error": parts | {"see": self.see, "needs": self.needs}}
+
     def problem(self, code: str = "") -> Problem:
         """Return the error as a problem, under its own code or the one given."""
         return Problem(code or self.code, "error", self.where, self.what, self.fix, type(self), self.needs)

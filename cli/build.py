@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
 
 import click
@@ -15,10 +15,8 @@ from ..engines import registry
 from ..errors import RequestInvalid
 from ..operations.base import Operation, first_wrong, unwrap
 from ..options import flag, marks
-from .group import Command, OneOf
+from .group import AS_JSON, Command, OneOf
 from .progress import Terminal
-
-JSON_ASKED = f"{__name__}.json_asked"
 
 
 def _explain(context: click.Context, _: click.Parameter, wanted: str | None) -> None:
@@ -28,7 +26,7 @@ def _explain(context: click.Context, _: click.Parameter, wanted: str | None) -> 
     from .show import print_json, show_lines
 
     wants_all = wanted == "all"
-    if context.meta[JSON_ASKED]:
+    if context.meta[AS_JSON]:
         every = [rule.to_json() for rule in all_rules().values()] if wants_all else []
         print_json({"rules": every} if wants_all else find_rule(wanted).to_json())
     else:
@@ -36,20 +34,10 @@ def _explain(context: click.Context, _: click.Parameter, wanted: str | None) -> 
     context.exit()
 
 
-class Explain(click.Option):
-    """An option that needs no argument of its command, but must know whether --json stands anywhere behind it."""
-
-    def handle_parse_result(
-        self, ctx: click.Context, opts: Mapping[str, Any], args: list[str]
-    ) -> tuple[Any, list[str]]:
-        ctx.meta[JSON_ASKED] = bool(opts.get("as_json"))
-        return super().handle_parse_result(ctx, opts, args)
-
-
 # Options of a command in addition to its operation's.
 EXTRA: dict[str, tuple[click.Parameter, ...]] = {
     "validate": (
-        Explain(
+        click.Option(
             ["--explain"],
             metavar="RULE",
             callback=_explain,

@@ -6,14 +6,15 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
 import click
 
 from ..checkpoint.staging import heed_sigterm
-from ..errors import KconvError, OutputFailed
+from ..errors import KconvError, OutputFailed, RequestInvalid
 from ..operations import OPERATIONS, load
 from .terminal import echo
 
@@ -65,6 +66,9 @@ OTHER_OPTIONS = {
     **dict.fromkeys(("-f", "--overwrite"), "--force"),
     **dict.fromkeys(("-o", "--out", "--output"), "OUT"),
 }
+# Whether --json stands anywhere on the command line, by this key of a context's meta: some options and errors end a
+# command before its own are read.
+AS_JSON = "kconv.as_json"
 # Spellings of one dtype.
 SAME_DTYPE = (("bfloat16", "bf16"), ("float16", "fp16", "f16", "half"), ("float32", "fp32", "f32", "float"))
 # OS errors of a full disk, or of one without room for this user or this file.
@@ -143,14 +147,16 @@ class Kconv(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         if os.environ.get("NO_COLOR"):  # rich checks it, click does not: https://no-color.org
             ctx.color = False
+        as_json = ctx.meta[AS_JSON]
         try:
-            return super().invoke(ctx)
+            with _usage(ctx):
+                return super().invoke(ctx)
         except KconvError as error:
-            _end_with(error)
+            _end_with(error, as_json)
         except ModuleNotFoundError as error:
             from ..operations.base import missing_extra
 
-            _end_with(missing_extra(error))
+            _end_with(missing_extra(error), as_json)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*operation_commands(), *self.commands]
@@ -168,13 +174,15 @@ class Kconv(click.Group):
         return make_command(cmd_name, load(operation), summary(cmd_name, operation), **fixed)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            meant = OTHER_OPTIONS.get(error.option_name)
-            if meant == "--version":
-                raise _no_option(error, f"Did you mean {meant}?") from error
-            raise _no_option(error, "A command's options come after its name: kconv COMMAND [OPTIONS].") from error
+        ctx.meta[AS_JSON] = "--json" in args
+        with _usage(ctx):
+            try:
+                return super().parse_args(ctx, args)
+            except click.NoSuchOption as error:
+                meant = OTHER_OPTIONS.get(error.option_name)
+                if meant == "--version":
+                    raise _no_option(error, f"Did you mean {meant}?") from error
+                raise _no_option(error, "A command's options come after its name: kconv COMMAND [OPTIONS].") from error
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -217,8 +225,26 @@ def summary(name: str, operation: str) -> str:
     return f"Write a head in {describe(layout)}." if operation == "convert" else OPERATIONS[operation].summary
 
 
-def _end_with(fault: KconvError) -> NoReturn:
-    """Print an error, and exit."""
+@contextmanager
+def _usage(ctx: click.Context) -> Iterator[None]:
+    """Print a usage error, which click prints on stderr, on stdout too if the command line has --json."""
+    try:
+        yield
+    except click.UsageError as error:
+        if ctx.meta[AS_JSON]:
+            from .show import print_json
+
+            path = (error.ctx or ctx).command_path
+            print_json(RequestInvalid(error.format_message(), where=path, fix=f"See {path} --help.").as_json())
+        raise
+
+
+def _end_with(fault: KconvError, as_json: bool = False) -> NoReturn:
+    """Print an error, also on stdout as JSON if the command prints that, and exit."""
+    if as_json:
+        from .show import print_json
+
+        print_json(fault.as_json())
     click.secho("error: ", fg="red", bold=True, err=True, nl=False)
     echo(fault, err=True)
     sys.exit(1)

@@ -220,7 +220,9 @@ def error_pages() -> Iterator[str]:
         "Exit code 1, or 2 for `request-invalid`. In Python each is a `kconv.KconvError` with a `code`; "
         "the class has the"
     )
-    yield from ("same name (`NotACheckpoint`).", "")
+    yield "same name (`NotACheckpoint`). With `--json` a command prints it on stdout too:"
+    shown = errors.NotACheckpoint("there is no folder my-head", fix="Give a checkpoint folder; a Hub id is org/name.")
+    yield from ("", "```json", json.dumps(shown.as_json(), indent=2), "```", "")
     known = [x for x in vars(errors).values() if inspect.isclass(x) and issubclass(x, errors.KconvError)]
     for x in known:
         if x is not errors.KconvError:

@@ -297,9 +297,14 @@ def test_a_mistake_is_named(folder, monkeypatch, command, code, named):
     # Whatever other tests of this process made of the constant.
     offline(monkeypatch)
     before = sorted(path.relative_to(folder) for path in folder.rglob("*"))
-    done = CliRunner().invoke(main, shlex.split(command))
+    done = CliRunner().invoke(main, [*shlex.split(command), "--json"])
     assert (done.exit_code, isinstance(done.exception, SystemExit)) == (code, True), _said(done)
     assert [name for name in named if name not in done.stderr] == [], done.stderr
+    error = json.loads(done.stdout)["error"]
+    assert error.keys() == {"code", "what", "where", "fix", "see", "needs"}
+    assert (error["code"] == "request-invalid") == (code == 2) and error["what"]
+    parts = "\n".join(error.values())
+    assert [name for name in named if name not in parts] == [], parts
     assert "Traceback" not in done.stderr and "pydantic" not in done.stderr and "Errno" not in done.stderr
     said = [line for line in done.stderr.splitlines() if line.lower().startswith("error: ")]
     assert len(said) == 1 and len(said[0]) < 400, done.stderr
