@@ -21,7 +21,7 @@ from .base import Context, Estimate, Operation
 from .reading import Reach, check_data, check_target, check_trusted, refuse_existing_output, serving
 
 if TYPE_CHECKING:
-    from ..drafters.spec import HeadSpec
+    from ..drafters.base import Spec
     from ..drafters.vocab import Coverage
     from ..targets.config import TargetConfig
     from ..train.job import TrainJob
@@ -73,7 +73,8 @@ class Trained(Result):
             yield self.coverage_line
         if not (training := self.training):
             return
-        before, after, steps = training["untrained"], training["trained"], training["recipe"]["ttt_steps"]
+        before, after = training["untrained"], training["trained"]
+        steps = sum(name.startswith("rate_") for name in after)
         names = {"loss": "loss, nats", "acceptance": f"acceptance length, sampled, K={steps}"}
         figures = [(name, f"{before[key]:.3f}", f"{after[key]:.3f}") for key, name in names.items()]
         yield Table(("held out", "untrained", "trained"), figures)
@@ -249,14 +250,15 @@ class Train(Operation, TrainOptions):
         """Return the files of states that each of several nodes' processes read."""
         from ..targets.states import open_states
         from ..train.data import place_rows
-        from ..train.recipe import EagleRecipe, read_recipe_file
+        from ..train.drafter_recipe import DrafterRecipe
+        from ..train.recipe import read_recipe_file
 
         of_node = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
         if of_node >= processes:
             return ()
         values = read_recipe_file(str(context.path(self.recipe))) | self.set
-        stored, seq = open_states(context.path(self.states or "")), values.get("seq", EagleRecipe.seq)
-        pack = values.get("pack", EagleRecipe.pack)
+        stored, seq = open_states(context.path(self.states or "")), values.get("seq", DrafterRecipe.seq)
+        pack = values.get("pack", DrafterRecipe.pack)
         placed = [
             place_rows(stored, seq, held_out=held_out, pack=pack and not held_out, processes=processes)
             for held_out in (False, True)
@@ -265,24 +267,23 @@ class Train(Operation, TrainOptions):
         read = [{name for part in placed for rank in own for name in part.files_of(rank, stored)} for own in ranks]
         return tuple(tuple(sorted(names)) for names in read)
 
-    def _continued(self, context: Context) -> HeadSpec:
+    def _continued(self, context: Context) -> Spec:
         from ..checkpoint.manifest import Hints
         from ..convert.opening import open_head
-        from ..drafters.eagle3 import only_eagle3
 
         head = context.source(self.init_from or "").open_headers()
-        return only_eagle3(open_head(head, None, Hints(), context.source(self.target)).spec, "trains")
+        return open_head(head, None, Hints(), context.source(self.target)).spec
 
     def _text(self, context: Context, config: TargetConfig, values: Mapping[str, Any]) -> tuple[int, int | None]:
         """Return the rows and tokens of the text; any number if the recipe states how much of it to use."""
         from ..targets.states import open_states
         from ..targets.tokenizer import load_tokenizer
         from ..train.data import place_rows, prepare_dialogues
-        from ..train.recipe import EagleRecipe
+        from ..train.drafter_recipe import DrafterRecipe
 
         if {"steps", "batches"} <= values.keys():
             return ANY_ROWS, None
-        seq, pack = values.get("seq", EagleRecipe.seq), values.get("pack", EagleRecipe.pack)
+        seq, pack = values.get("seq", DrafterRecipe.seq), values.get("pack", DrafterRecipe.pack)
         if self.states:
             stored = open_states(context.path(self.states), config=config)
             return len(place_rows(stored, seq, held_out=False, pack=pack).places), stored.record.tokens

@@ -44,7 +44,6 @@ MODULE, REPORT = "modelopt", "training.json"
 # https://github.com/huggingface/transformers/blob/v5.14.1/src/transformers/trainer.py#L3065-L3119
 HEAD, OPTIMIZER, SCHEDULE = "head", "optimizer", "scheduler.pt"
 PARTS = (HEAD, OPTIMIZER, SCHEDULE)
-PREFIX = "eagle_module."
 
 
 # The longest file name on most file systems, in bytes.
@@ -131,9 +130,9 @@ def claim(work: Path, key: str, world: int) -> None:
         )
 
 
-def write_head(model: nn.Module, folder: Path, step: int) -> None:
-    """Write the head's weights, but not NaN or Inf; each process must call this, and writes a part."""
-    state = _head(model)
+def write_head(model: nn.Module, part: str, folder: Path, step: int) -> None:
+    """Write the weights of the model's `part`, but not NaN or Inf; each process must call this, and writes some."""
+    state = _head(model, part)
     broken = [name for name, tensor in state.items() if not torch.isfinite(_local(tensor)).all()]
     if broken:
         raise TrainingFailed(
@@ -144,9 +143,9 @@ def write_head(model: nn.Module, folder: Path, step: int) -> None:
     _save(state, folder / HEAD)
 
 
-def load_head(model: nn.Module, folder: Path) -> None:
-    """Load a checkpoint's weights into ModelOpt's Eagle model, which may be distributed over processes."""
-    _load(_head(model), folder / HEAD)
+def load_head(model: nn.Module, part: str, folder: Path) -> None:
+    """Load a checkpoint's weights into a model's `part`, which may be distributed over processes."""
+    _load(_head(model, part), folder / HEAD)
 
 
 def write_optimizer(
@@ -169,10 +168,10 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, schedule: LRScheduler
     schedule.load_state_dict(told["schedule"])
 
 
-def _head(model: nn.Module) -> dict[str, Tensor]:
+def _head(model: nn.Module, part: str) -> dict[str, Tensor]:
     """Return the head's own weights as the processes hold them; a checkpoint omits the target's ends."""
     state = get_model_state_dict(model)
-    return {name: tensor for name, tensor in state.items() if name.startswith(PREFIX)}  # pyright: ignore
+    return {name: tensor for name, tensor in state.items() if name.startswith(f"{part}.")}  # pyright: ignore
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:

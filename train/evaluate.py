@@ -16,45 +16,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..charts import COLOURS, INK, chart
-from ..drafters.chain import Acceptance, overlap_acceptance, overlap_at, pool, served_shares, unroll
-from ..drafters.forward import DraftHead
+from ..drafters.base import RunningDrafter, Spec
+from ..drafters.chain import Acceptance, overlap_acceptance, overlap_at, pool, served_shares
 from ..drafters.slots import needs
-from ..drafters.spec import HeadSpec, Tokens
 from ..engines import by_name
 from ..engines.layout import stored
-from ..targets.config import TargetConfig
+from .drafter_recipe import DrafterRecipe
+from .family import Family, Model, family_of
 from .feed import Batch, Feed
-from .module import EagleModel, run_eagle
-from .recipe import EagleRecipe
 
 # Bytes of one step's logits to hold at a time: rows are measured together up to that, a longer one by itself.
 LOGIT_BYTES = 256 << 20
 
 
-def spec_of(recipe: EagleRecipe, target: TargetConfig) -> HeadSpec:
-    return HeadSpec(
-        attention=recipe.attention,
-        hidden=target.hidden,
-        target_hidden=target.hidden,
-        intermediate=recipe.intermediate,
-        layers=1,
-        vocab=target.vocab,
-        draft_vocab=recipe.draft_vocab or target.vocab,
-        rope=recipe.rope,
-        captured=recipe.captured,
-        eps=recipe.eps,
-        dtype=recipe.compute or recipe.dtype,
-        max_positions=target.max_positions,
-        tokens=Tokens(target.bos, _one_or_more(target.eos), target.pad),
-    )
-
-
-def _one_or_more(eos: tuple[int, ...]) -> int | tuple[int, ...] | None:
-    return eos if len(eos) > 1 else (eos[0] if eos else None)
-
-
-def draft_head(state: Mapping[str, Tensor], model: EagleModel, spec: HeadSpec) -> DraftHead:
-    """Return kconv's forward over the whole state of ModelOpt's `eagle_module`.
+def draft_head(state: Mapping[str, Tensor], model: Model, spec: Spec, family: Family) -> RunningDrafter:
+    """Return kconv's forward over the whole state of ModelOpt's module.
 
     The model gives the device, and the embedding and output matrix that the head shares with its target.
     """
@@ -62,16 +38,16 @@ def draft_head(state: Mapping[str, Tensor], model: EagleModel, spec: HeadSpec) -
     weights = {slot: whole_tensor(weight) for slot, weight in shared.items()}
     device = weights["lm_head"].device
     known = needs(spec)
-    for name, row in stored(by_name("modelopt"), spec).items():
+    for name, row in stored(by_name(family.exported(spec)), spec).items():
         if name in state:
             parts = row.move.unpack(state[name], [known[slot].shape for slot in row.slots])
             weights |= dict(zip(row.slots, parts, strict=True))
-    return DraftHead(spec, {slot: weight.detach().to(device) for slot, weight in weights.items()})
+    return spec.drafter.load(spec, {slot: weight.detach().to(device) for slot, weight in weights.items()})
 
 
 @torch.no_grad()
 def evaluate(
-    model: EagleModel, head: DraftHead, unseen: Feed, recipe: EagleRecipe, gather: Callable[[list[Any]], list[Any]]
+    model: Model, head: RunningDrafter, unseen: Feed, recipe: DrafterRecipe, gather: Callable[[list[Any]], list[Any]]
 ) -> dict[str, float]:
     """Measure a head on batches that it never trains on; positions outside the loss mask do not count.
 
@@ -79,17 +55,17 @@ def evaluate(
         gather: returns the items of all processes, each of which measured the head on equally many batches of its own.
 
     Returns:
-        `loss`: the training loss, nats, summed over the draft steps with the recipe's decay; `top1_k`: share of
-        positions where step k's most likely token is the target's; `acceptance`: sampled acceptance length at K =
-        `ttt_steps`, including the bonus token; `rate_k`: share of drafts accepted up to position k.
+        `loss`: ModelOpt's training loss; `top1_k`: share of positions where step k's most likely token is the right
+        one, `top1` if ModelOpt counts all steps together; `acceptance`: sampled acceptance length at K =
+        `draft_steps`, including the bonus token; `rate_k`: share of drafts accepted up to position k.
     """
-    steps = recipe.ttt_steps
+    steps, family = recipe.draft_steps, family_of(recipe)
     found: list[tuple[Tensor, Tensor, Acceptance]] = []
     model.train()  # only then does ModelOpt run all draft steps
     for index in range(len(unseen)):
         batch: Batch = _to(unseen[index], head.weights["fc"].device)
-        output = run_eagle(model, batch, recipe)
-        shares = torch.cat(list(_shares(model, head, batch, steps)), 1)
+        output = family.run(model, batch, recipe)
+        shares = torch.cat(list(_shares(model, head, batch, steps, family)), 1)
         # Chain t drafts after token t + 1; it counts if everything that it predicts from belongs to an answer.
         chains = shares.shape[2]
         counts = torch.stack([batch["loss_mask"][:, k : k + chains] for k in range(1, steps + 1)]).all(0)
@@ -99,7 +75,10 @@ def evaluate(
     losses, top1, parts = zip(*gather(found), strict=True)
     total = pool(parts)
     figures = {"loss": float(torch.stack(losses).mean()), "acceptance": total.length}
-    figures |= {f"top1_{k}": float(value) for k, value in enumerate(torch.stack(top1).mean(0), start=1)}
+    right = torch.stack(top1).mean(0).tolist()
+    figures |= (
+        {f"top1_{k}": value for k, value in enumerate(right, start=1)} if len(right) == steps else {"top1": right[0]}
+    )
     return figures | {f"rate_{k}": rate for k, rate in enumerate(total.rates, start=1)}
 
 
@@ -108,21 +87,21 @@ def count_rows(length: int, vocab: int) -> int:
     return max(1, LOGIT_BYTES // (4 * length * vocab))
 
 
-def _shares(model: EagleModel, head: DraftHead, batch: Batch, steps: int) -> Iterator[Tensor]:
+def _shares(model: Model, head: RunningDrafter, batch: Batch, steps: int, family: Family) -> Iterator[Tensor]:
     """Yield the share of each step's drafts that is accepted, [K, rows, T'], of some rows at a time."""
     ids, outputs = batch["input_ids"], batch["base_model_outputs"]
     lot = count_rows(ids.shape[1], head.spec.vocab)
     parts = (ids, outputs["aux_hidden_states"], outputs["base_model_hidden_states"])
     for tokens, captured, hidden in zip(*(part.split(lot) for part in parts), strict=True):
         served = served_shares(model._base_model_lm_head(hidden), head.target_ids)
-        drafted = enumerate(unroll(head, tokens, captured, steps), start=1)
-        yield torch.stack([overlap_at(served, k, step.logits.float().softmax(-1)) for k, step in drafted])
+        drafted = enumerate(family.drafts(head, tokens, captured, steps), start=1)
+        yield torch.stack([overlap_at(served, k, logits.float().softmax(-1)) for k, logits in drafted])
 
 
-def head_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the weights of ModelOpt's `eagle_module`, whole and under its own names; every process must call this."""
-    eagle: nn.Module = model.eagle_module  # pyright: ignore[reportAssignmentType]
-    return {name: whole_tensor(tensor.detach()) for name, tensor in eagle.state_dict().items()}
+def head_state(model: nn.Module, family: Family) -> dict[str, Tensor]:
+    """Return the weights of ModelOpt's module, whole and under its own names; every process must call this."""
+    state: dict[str, Tensor] = getattr(model, family.part).state_dict()
+    return {name: whole_tensor(tensor.detach()) for name, tensor in state.items()}
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:

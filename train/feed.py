@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from ..targets.forward import capture
 from ..targets.model import CausalLM
 from .data import Span, SpanReader, TextRows
-from .recipe import EagleRecipe
+from .drafter_recipe import DrafterRecipe
 
 Batch = dict[str, Any]
 """`input_ids` [B, T] int64, `loss_mask` [B, T] bool, and `base_model_outputs`: `aux_hidden_states` [B, T, A * H] and
@@ -101,14 +101,16 @@ class Shared:
         return self._captured[rows], self._hidden[rows]
 
 
-def keep_read_again(text: StatesSource, unseen: StatesSource, recipe: EagleRecipe) -> tuple[StatesSource, StatesSource]:
+def keep_read_again(
+    text: StatesSource, unseen: StatesSource, recipe: DrafterRecipe
+) -> tuple[StatesSource, StatesSource]:
     """Return the states for training and for evaluation; those that are read again are kept."""
     again = recipe.steps * recipe.accumulate > recipe.batches
     return Kept(text) if again else text, Kept(unseen)
 
 
 def online_states(
-    target: CausalLM, recipe: EagleRecipe, documents: Tensor | None = None
+    target: CausalLM, recipe: DrafterRecipe, documents: Tensor | None = None
 ) -> tuple[StatesSource, StatesSource]:
     """Return a target's states for training and for evaluation; those that are read again are kept."""
     return keep_read_again(Online(target, recipe.captured, documents), Online(target, recipe.captured), recipe)

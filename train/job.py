@@ -23,7 +23,6 @@ from ..checkpoint.source import Folder, Source
 from ..checkpoint.tensors import TORCH
 from ..convert.provenance import read_provenance
 from ..convert.read import Head, read_slot
-from ..drafters.spec import HeadSpec
 from ..drafters.vocab import Coverage, measure_coverage, target_ids
 from ..engines import by_name
 from ..engines.layout import Layout, Limit
@@ -38,10 +37,10 @@ from ..targets.stream_states import StreamedStates
 from ..targets.tokenizer import Tokenizer, load_tokenizer
 from ..targets.write_states import SHARD_BYTES, Runner, plan_states
 from .data import Placed, TextRows, map_draft_vocab, place_rows, prepare_dialogues
-from .evaluate import spec_of
+from .drafter_recipe import DrafterRecipe
 from .feed import Offline, StatesSource, keep_read_again, online_states
 from .options import TrainOptions
-from .recipe import EagleRecipe, check_keys, complete
+from .recipe import check_keys, complete
 
 
 def place() -> tuple[int, int]:
@@ -96,7 +95,7 @@ class TrainJob:
     """
 
     target: Path
-    recipe: EagleRecipe
+    recipe: DrafterRecipe
     text: TextRows
     unseen: TextRows
     states: Callable[[], tuple[StatesSource, StatesSource]]
@@ -205,7 +204,7 @@ def prepare_job(
         runner = connect(config, config.dtype or "BF16")
         return streamed_job(folder, config, tokenizer, values, options, runner, init_from, find_ends(target))
     # Checked before it is downloaded or hashed.
-    check_memory(target.open_headers(), TORCH[values.get("dtype", EagleRecipe.dtype)])
+    check_memory(target.open_headers(), TORCH[values.get("dtype", DrafterRecipe.dtype)])
     folder = target.fetch_model()
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
     return online_job(folder, read_target_config(folder), tokenizer, values, options, init_from)
@@ -220,7 +219,7 @@ def check_job(values: Mapping[str, Any], config: TargetConfig, init_from: Head |
         refuse_unstated(init_from.read)
     recipe = complete(values, config, maxsize, init_from.spec if init_from else None)
     check_processes(recipe.batch, shard=shard)
-    choose_layout(spec_of(recipe, config))
+    choose_layout(recipe, config)
 
 
 def online_job(
@@ -240,7 +239,7 @@ def online_job(
         held_out=options.held_out,
         split=options.split or SPLIT,
         revision=options.revision,
-        pack=values.get("pack", EagleRecipe.pack),
+        pack=values.get("pack", DrafterRecipe.pack),
     )
     recipe = complete(values, config, len(prepared.text.ids), init_from.spec if init_from else None)
 
@@ -327,7 +326,7 @@ def streamed_job(
 
 def _place(stored: StatesFolder, values: Mapping[str, Any]) -> tuple[Placed, Placed]:
     """Return the training rows and the evaluation rows, divided among the processes."""
-    pack, processes = values.get("pack", EagleRecipe.pack), place()[1]
+    pack, processes = values.get("pack", DrafterRecipe.pack), place()[1]
     text = place_rows(stored, _seq(values), held_out=False, pack=pack, processes=processes)
     return text, place_rows(stored, _seq(values), held_out=True, processes=processes)
 
@@ -352,7 +351,7 @@ def _own_device() -> torch.device:
 
 
 def _seq(values: Mapping[str, Any]) -> int:
-    return values.get("seq", EagleRecipe.seq)
+    return values.get("seq", DrafterRecipe.seq)
 
 
 def record_prompts(digests: Iterable[str], init_from: Head | None) -> list[str]:
@@ -365,21 +364,19 @@ def record_prompts(digests: Iterable[str], init_from: Head | None) -> list[str]:
     return sorted({*before, *(digest[:KEPT] for digest in digests if digest)})
 
 
-# TensorRT-LLM's first: its names are ModelOpt's own.
-ORDER = ("trtllm", "vllm")
-
-
-def choose_layout(spec: HeadSpec) -> Layout:
-    """Return the layout to write a head in: TensorRT-LLM's, or vLLM's if only vLLM can load it.
+def choose_layout(recipe: DrafterRecipe, target: TargetConfig) -> Layout | None:
+    """Return the layout to write a head in: the first of its family's that can hold it; None for ModelOpt's export.
 
     Checked before training, so that no head is trained that could not be written.
     """
     refused: list[Limit] = []
-    for name in ORDER:
+    for name in recipe.LAYOUTS:
         layout = by_name(name)
-        found = next((limit for limit in layout.limits if limit.applies(spec, ())), None)
+        found = next((limit for limit in layout.limits if limit.applies(recipe.spec(target), ())), None)
         if found is None:
             return layout
         refused.append(found)
+    if not refused:
+        return None
     last = refused[-1]
     raise LayoutCannot(last.what, where="config.json", fix=last.fix, see=last.source)

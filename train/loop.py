@@ -1,4 +1,4 @@
-"""The training loop: transformers' Trainer with ModelOpt's Eagle model.
+"""The training loop: transformers' Trainer with ModelOpt's model of a drafter.
 
 The Trainer provides devices, processes, FSDP2, accumulation, schedules, logs and checkpoints that resume exactly
 (including data position and random state). Different here: the loss is ModelOpt's, a checkpoint holds only the head and
@@ -20,35 +20,36 @@ from torch.utils.data import Sampler
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from ..drafters.spec import HeadSpec
+from ..drafters.base import Spec
 from ..errors import RecipeInvalid, TrainingFailed
 from .checkpoints import load_head, load_optimizer, write_head, write_optimizer, writing_checkpoint
+from .drafter_recipe import DrafterRecipe
 from .evaluate import draft_head, evaluate, head_state
+from .family import Model, family_of
 from .feed import Batch, Feed
 from .job import refuse_sharding
-from .module import EagleModel, run_eagle
 from .optimizer import make_optimizer
 from .options import TrainOptions
-from .recipe import EagleRecipe
 
 Progress = Callable[[int, int, float], None]
 """Called after each step with the steps done, the steps in total, and the step's loss in nats."""
 
 
-class EagleTrainer(Trainer):
+class DrafterTrainer(Trainer):
     """Trains a head on the first of two feeds, and evaluates it on the second."""
 
     def __init__(
         self,
-        model: EagleModel,
-        spec: HeadSpec,
-        recipe: EagleRecipe,
+        model: Model,
+        spec: Spec,
+        recipe: DrafterRecipe,
         feeds: tuple[Feed, Feed],
         work: Path,
         options: TrainOptions,
         progress: Progress,
     ) -> None:
         self.recipe, self.spec, self.progress, self.feeds = recipe, spec, progress, feeds
+        self.family = family_of(recipe)
         # From the last evaluation, and the loss of the current step.
         self.head: dict[str, Tensor] = {}
         self.step_loss = 0.0
@@ -71,7 +72,7 @@ class EagleTrainer(Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
             trained: Any = self.accelerator.unwrap_model(self.model)
-            self.optimizer = make_optimizer(trained.eagle_module, self.recipe)
+            self.optimizer = make_optimizer(getattr(trained, self.family.part), self.recipe)
         return self.optimizer
 
     def _get_train_sampler(self, train_dataset: Any = None) -> EpochOrder:
@@ -84,8 +85,8 @@ class EagleTrainer(Trainer):
         )
 
     def compute_loss(self, model: nn.Module, inputs: Batch, *_: Any, **__: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return ModelOpt's loss over the draft steps: soft cross-entropy to the target, decayed."""
-        return run_eagle(model, inputs, self.recipe).loss
+        """Return ModelOpt's loss over the draft steps."""
+        return self.family.run(model, inputs, self.recipe).loss
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Count nothing: the Trainer walks the model in every step, counting the frozen target too."""
@@ -112,15 +113,15 @@ class EagleTrainer(Trainer):
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Measure the head on held-out text, each process on its own rows, and log and return the figures of all."""
         model: Any = self.accelerator.unwrap_model(self.model)
-        self.head = head_state(model)
-        head = draft_head(self.head, model, self.spec)
+        self.head = head_state(model, self.family)
+        head = draft_head(self.head, model, self.spec, self.family)
         figures = evaluate(model, head, self.feeds[1], self.recipe, gather_object)
         logged = {f"eval_{name}": value for name, value in figures.items()}
         self.log(logged)
         self.callback_handler.on_evaluate(self.args, self.state, self.control, logged)
         return logged
 
-    def whole(self, build: Callable[[], EagleModel]) -> EagleModel:
+    def whole(self, build: Callable[[], Model]) -> Model:
         """Return ModelOpt's model with the whole head, on the CPU: a new one if the trained one is distributed.
 
         Training is over then.
@@ -129,7 +130,7 @@ class EagleTrainer(Trainer):
             # Heads are written from the CPU.
             return self.accelerator.unwrap_model(self.model).cpu().eval()  # pyright: ignore[reportReturnType]
         model = build()
-        model.eagle_module.load_state_dict(self.head)
+        getattr(model, self.family.part).load_state_dict(self.head)
         return model.eval()
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -138,10 +139,11 @@ class EagleTrainer(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the head into a checkpoint."""
-        write_head(self.model, Path(output_dir or str(self.args.output_dir)), self.state.global_step)  # pyright: ignore
+        folder = Path(output_dir or str(self.args.output_dir))
+        write_head(self._trained()[0], self.family.part, folder, self.state.global_step)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        load_head(model or self._trained()[0], Path(resume_from_checkpoint))
+        load_head(model or self._trained()[0], self.family.part, Path(resume_from_checkpoint))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         write_optimizer(*self._trained(), Path(output_dir), first=self.args.should_save)
@@ -203,15 +205,9 @@ class EpochOrder(Sampler[int]):
 
 # Seconds that processes wait for the first one while it hashes, evaluates and writes.
 PATIENCE = 6 * 3600
-# The layer class that FSDP2 shards as one unit, by decoder and by whose its layer is.
-LAYERS = {
-    ("llama", "served"): "GqaLayer",
-    ("llama", "stock"): "LlamaDecoderLayer",
-    ("kimik2", "served"): "MlaLayer",
-}
 
 
-def make_arguments(recipe: EagleRecipe, work: Path, options: TrainOptions) -> TrainingArguments:
+def make_arguments(recipe: DrafterRecipe, work: Path, options: TrainOptions) -> TrainingArguments:
     cuda = torch.cuda.is_available()
     # No precision here: `run_module` sets it, so that a distributed head has the same loss as an undistributed one.
     sharding = {"fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}
@@ -243,7 +239,7 @@ def make_arguments(recipe: EagleRecipe, work: Path, options: TrainOptions) -> Tr
             ddp_find_unused_parameters=False,
             ddp_timeout=PATIENCE,
             fsdp=options.shard or None,  # pyright: ignore[reportArgumentType]
-            fsdp_config=sharding | {"transformer_layer_cls_to_wrap": [LAYERS[recipe.decoder, recipe.decoder_layer]]}
+            fsdp_config=sharding | {"transformer_layer_cls_to_wrap": [family_of(recipe).layer(recipe)]}
             if options.shard
             else None,
         )

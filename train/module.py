@@ -1,4 +1,4 @@
-"""A head as ModelOpt's own module: build, export, save, load, run.
+"""A head as ModelOpt's own module: export and save any, build, load and run an Eagle3 head.
 
 `mtsp.convert` adds a head to a target in ModelOpt's offline mode: the target's layers are dropped, and each
 forward takes their outputs as input (https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/examples/speculative_decoding/README.md).
@@ -23,6 +23,7 @@ from ..checkpoint.bytes import write_safetensors
 from ..checkpoint.folder import read_json
 from ..checkpoint.header import read_header
 from ..checkpoint.tensors import TORCH, entry, read_tensor
+from ..drafters.chain import unroll
 from ..drafters.eagle3 import EAGLE3
 from ..drafters.rope_keys import read_rope
 from ..drafters.spec import Mla
@@ -31,28 +32,27 @@ from ..errors import NotACheckpoint, PromptsInvalid, RecipeInvalid, TrainingFail
 from ..targets.forward import States
 from ..targets.model import CausalLM, load_target
 from .decoder import served_decoders
+from .drafter_recipe import DrafterRecipe
+from .family import Family, Model, family_of
 from .lean import SDPA, make_lean, run_lean
 from .recipe import EagleRecipe, check_fit, parse_recipe
 
-EagleModel = Any
-"""A target that `build_module` turned into ModelOpt's Eagle model; ModelOpt creates its class at run time."""
-
-WEIGHTS, RECIPE = "eagle_module.safetensors", "recipe.json"
+RECIPE = "recipe.json"
 
 
-def build_module(target: CausalLM, recipe: EagleRecipe) -> EagleModel:
+def build_module(target: CausalLM, recipe: EagleRecipe) -> Model:
     """Turn a target, in place, into ModelOpt's Eagle model with an untrained head, its `eagle_module`.
 
     The target's layers are dropped; embedding, final norm and `lm_head` stay, frozen.
     """
-    check_fit(recipe, target.config.num_hidden_layers, target.config.vocab_size)
+    check_fit(recipe.unfit(target.config.num_hidden_layers, target.config.vocab_size))
     settings = eagle_settings(recipe, target)
     decoders = contextlib.nullcontext() if recipe.decoder_layer == "stock" else served_decoders()
     # ModelOpt prints three lines per head to stdout about the target's parts, which are not results.
     with torch.random.fork_rng(devices=[]), decoders, contextlib.redirect_stdout(io.StringIO()):
         torch.manual_seed(recipe.seed)
         try:
-            model: EagleModel = mtsp.convert(target, [(EAGLE3.trainer, settings)])
+            model: Model = mtsp.convert(target, [(EAGLE3.trainer, settings)])
         except (AssertionError, ValueError) as fault:
             raise RecipeInvalid(
                 f"ModelOpt refuses this recipe: {fault}", fix="Correct the dims that the message names."
@@ -108,7 +108,7 @@ def eagle_settings(recipe: EagleRecipe, target: CausalLM) -> dict[str, Any]:
     }
 
 
-def reduce_vocab(model: EagleModel, d2t: torch.Tensor) -> None:
+def reduce_vocab(model: Model, d2t: torch.Tensor) -> None:
     """Set a head's draft vocabulary, offsets [draft_vocab] int64, and start with the target's rows of these tokens.
 
     ModelOpt leaves its map zero and its `lm_head` random.
@@ -136,11 +136,11 @@ def offline_inputs(states: States) -> dict[str, torch.Tensor]:
     }
 
 
-def export_module(model: EagleModel, folder: Path, recipe: EagleRecipe) -> None:
+def export_module(model: Model, folder: Path, recipe: DrafterRecipe, dtype: torch.dtype | None = None) -> None:
     """Write a head as ModelOpt's exporter does, model.safetensors and config.json, and check the RoPE it states."""
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            export_speculative_decoding(model, export_dir=folder)
+            export_speculative_decoding(model, dtype, folder)
     except (AssertionError, KeyError) as fault:
         raise TrainingFailed(f"ModelOpt cannot export this head: {fault}") from fault
     rope = read_rope(read_json(folder / "config.json"))
@@ -151,14 +151,15 @@ def export_module(model: EagleModel, folder: Path, recipe: EagleRecipe) -> None:
         )
 
 
-def save_module(model: EagleModel, folder: Path, recipe: EagleRecipe) -> None:
+def save_module(model: Model, folder: Path, recipe: DrafterRecipe) -> None:
     """Write a head's weights under ModelOpt's own names, and the recipe that rebuilds the module."""
-    state = model.eagle_module.state_dict()
-    write_safetensors(folder / WEIGHTS, [entry(name, tensor) for name, tensor in state.items()])
+    part = family_of(recipe).part
+    state = getattr(model, part).state_dict()
+    write_safetensors(folder / f"{part}.safetensors", [entry(name, tensor) for name, tensor in state.items()])
     (folder / RECIPE).write_text(json.dumps(dataclasses.asdict(recipe), indent=2) + "\n", encoding="utf-8")
 
 
-def load_module(folder: Path, target_folder: Path) -> EagleModel:
+def load_module(folder: Path, target_folder: Path) -> Model:
     """Build ModelOpt's module again for the head's target, with the weights that `save_module` wrote.
 
     Raises:
@@ -166,7 +167,9 @@ def load_module(folder: Path, target_folder: Path) -> EagleModel:
         TargetInvalid: the target cannot be loaded.
     """
     recipe = parse_recipe(read_json(folder / RECIPE))
-    state = {name: read_tensor(info) for name, info in read_header(folder / WEIGHTS).items()}
+    if not isinstance(recipe, EagleRecipe):
+        raise NotACheckpoint("this is no Eagle3 head's module", where=folder, fix="Pass the folder of an Eagle3 head.")
+    state = {name: read_tensor(info) for name, info in read_header(folder / f"{FAMILY.part}.safetensors").items()}
     # As ModelOpt computes it: a module is used for the logits of every token.
     plain = dataclasses.replace(recipe, kernel="eager", pack=False)
     model = build_module(load_target(target_folder, TORCH[recipe.dtype]), plain)
@@ -221,7 +224,7 @@ def draft_logits(module_folder: Path, target_folder: Path, tokens: Tensor, state
     return run_module(load_module(module_folder, target_folder), tokens, states, steps)
 
 
-def run_module(model: EagleModel, tokens: Tensor, states: States, steps: int) -> Tensor:
+def run_module(model: Model, tokens: Tensor, states: States, steps: int) -> Tensor:
     """Run K draft steps like `draft_logits`, with a module from `load_module`."""
     chains = tokens.shape[1] - 1 - steps
     if chains < 1:
@@ -235,7 +238,7 @@ def run_module(model: EagleModel, tokens: Tensor, states: States, steps: int) ->
 
 
 @torch.no_grad()
-def _listen(model: EagleModel, tokens: Tensor, states: States, steps: int) -> list[Tensor]:
+def _listen(model: Model, tokens: Tensor, states: States, steps: int) -> list[Tensor]:
     """Return the output of the head's lm_head at each draft step of one ModelOpt forward, each `[B, T, V]`."""
     outputs: list[Tensor] = []
     # The target's logits are given, so only the head's steps call this matrix.
@@ -261,9 +264,27 @@ def _listen(model: EagleModel, tokens: Tensor, states: States, steps: int) -> li
     return outputs
 
 
-def _forget_masks(model: EagleModel) -> None:
+def _forget_masks(model: Model) -> None:
     """Drop ModelOpt's cached attention masks, which it stores by draft step, whatever the length of the text.
 
     https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/speculative/plugins/hf_eagle.py#L431-L437
     """
     model._cached_attn_blk_masks.clear()
+
+
+# The layer class by decoder, and by whose its layer is.
+LAYERS = {
+    ("llama", "served"): "GqaLayer",
+    ("llama", "stock"): "LlamaDecoderLayer",
+    ("kimik2", "served"): "MlaLayer",
+}
+
+FAMILY = Family(
+    part="eagle_module",
+    build=build_module,
+    run=run_eagle,
+    drafts=lambda head, tokens, captured, steps: (step.logits for step in unroll(head, tokens, captured, steps)),
+    exported=lambda spec: "modelopt",
+    layer=lambda recipe: LAYERS[recipe.decoder, recipe.decoder_layer],
+    by_token=frozenset(("lm_head.weight",)),
+)

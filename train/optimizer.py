@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from ..muon import Muon
-from .recipe import EagleRecipe
+from .drafter_recipe import DrafterRecipe
+from .family import family_of
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -50,16 +51,16 @@ class MuonAdamW(torch.optim.Optimizer):
         self._share()
 
 
-def make_optimizer(head: nn.Module, recipe: EagleRecipe) -> torch.optim.Optimizer:
+def make_optimizer(head: nn.Module, recipe: DrafterRecipe) -> torch.optim.Optimizer:
     """Return the recipe's optimizer over a head's parameters.
 
     Muon does not suit gains, nor an output matrix, each of whose rows belongs to few tokens. In the few steps that a
     tiny head gets it makes more progress: after 300 steps of a GQA head, sampled acceptance at K=3 is 2.93 tokens,
     against 2.64 with AdamW (the best learning rate of each of five; one seed).
     """
-    named = dict(head.named_parameters())
-    matrices = [p for name, p in named.items() if p.ndim == 2 and name != "lm_head.weight"]
-    rest = [p for name, p in named.items() if p.ndim != 2 or name == "lm_head.weight"]
+    named, by_token = dict(head.named_parameters()), family_of(recipe).by_token
+    matrices = [p for name, p in named.items() if p.ndim == 2 and name not in by_token]
+    rest = [p for name, p in named.items() if p.ndim != 2 or name in by_token]
     if recipe.optimizer == "muon":
         return MuonAdamW(matrices, rest, recipe.lr, recipe.rest_lr)
     groups = [{"params": matrices, "lr": recipe.lr}, {"params": rest, "lr": recipe.rest_lr}]

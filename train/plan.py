@@ -12,7 +12,8 @@ from ..drafters.slots import needs
 from ..drafters.spec import Mla
 from ..lines import Part, Result, Table, duration
 from ..targets.config import TargetConfig
-from .evaluate import count_rows, spec_of
+from .drafter_recipe import DrafterRecipe
+from .evaluate import count_rows
 from .lean import FEWEST_TOKENS, LOGIT_BYTES
 from .recipe import EagleRecipe
 
@@ -30,7 +31,8 @@ class TrainPlan(Result):
     Attributes:
         parameters: trained parameters.
         tokens: that go through the head, including padding.
-        memory: bytes per process by purpose; empty if not estimated (`kernel: eager`).
+        memory: bytes per process by purpose; empty if not estimated.
+        grows: how the memory grows that is not estimated.
         states: bytes of the target's states for the text, in its own dtype.
         checkpoints: bytes of the checkpoints next to the output.
         output: bytes of the output.
@@ -45,6 +47,7 @@ class TrainPlan(Result):
     tokens: int
     processes: int
     memory: Mapping[str, int]
+    grows: str
     states: int
     checkpoints: int
     output: int
@@ -56,14 +59,15 @@ class TrainPlan(Result):
 
     def lines(self) -> Iterator[Part]:
         each = "".join(f"\n- {what}: {size / 1e9:,.3f} GB" for what, size in self.memory.items())
-        grows = "not estimated: with kernel eager it grows with the square of a row's tokens"
         facts = {
             "parameters": f"{self.parameters:,}",
             "steps": f"{self.steps:,} of {self.tokens // self.steps:,} tokens on {self.processes} processes",
             "states": f"{self.states / 1e9:,.3f} GB of the text's",
             "checkpoints": f"{self.checkpoints / 1e9:,.3f} GB",
             "output": f"{self.output / 1e9:,.3f} GB",
-            "memory": f"{sum(self.memory.values()) / 1e9:,.3f} GB of each process{each}" if self.memory else grows,
+            "memory": f"{sum(self.memory.values()) / 1e9:,.3f} GB of each process{each}"
+            if self.memory
+            else f"not estimated: {self.grows}",
         }
         if self.nodes:
             counts = ", ".join(str(len(files)) for files in self.nodes)
@@ -74,7 +78,7 @@ class TrainPlan(Result):
 
 
 def plan_training(
-    recipe: EagleRecipe,
+    recipe: DrafterRecipe,
     config: TargetConfig,
     *,
     processes: int = 1,
@@ -89,11 +93,11 @@ def plan_training(
         text: tokens of the text; by default as many as fit into the recipe's rows.
         rate: tokens per second of all processes together.
     """
-    spec = spec_of(recipe, config)
+    spec = recipe.spec(config)
     own = needs(spec)
     shared = NOT_TRAINED + (() if recipe.draft_vocab else ("lm_head",))
     # The target's output matrix is also written into the resulting head.
-    lent = 0 if recipe.draft_vocab else config.vocab * config.hidden
+    lent = config.vocab * config.hidden if recipe.exports_lm_head else 0
     written = WIDTHS[recipe.compute or recipe.dtype]
     trained = sum(prod(need.shape) for name, need in own.items() if name not in shared)
     width = WIDTHS[recipe.dtype]
@@ -108,7 +112,8 @@ def plan_training(
         steps=recipe.steps,
         tokens=tokens,
         processes=processes,
-        memory=_memory(recipe, config, trained, moments, processes, shard) if recipe.kernel == "sdpa" else {},
+        memory=_memory(recipe, config, trained, moments, processes, shard) if recipe.bounded else {},
+        grows=recipe.GROWS,
         states=stored * (rows if text is None else text),
         checkpoints=CHECKPOINTS * (trained * width + moments),
         # As exported, and as ModelOpt's own module.

@@ -34,7 +34,7 @@ from ..checkpoint.folder import open_checkpoint, read_json
 from ..checkpoint.staging import refuse_existing, staged, writing
 from ..checkpoint.tensors import TORCH
 from ..convert.execute import fill
-from ..convert.plan import WriteOptions, plan
+from ..convert.plan import Change, WriteOptions, plan, plan_in_place
 from ..convert.provenance import read_provenance
 from ..convert.read import Head, read_head, read_slot
 from ..engines import by_name
@@ -44,7 +44,9 @@ from ..targets.config import read_target_config
 from ..targets.model import load_ends, load_target, one_thread
 from .checkpoints import MODULE, REPORT, RUN, claim, clear_finished, drop_unusable, hold, newest, step_of, workplace
 from .data import Rows, cut_windows
-from .evaluate import draw_curves, spec_of
+from .drafter_recipe import DrafterRecipe
+from .evaluate import draw_curves
+from .family import Model, family_of
 from .feed import Feed, Online, Shared, StatesSource, online_states
 from .job import (
     LIBRARIES,
@@ -57,8 +59,8 @@ from .job import (
     job_key,
     place,
 )
-from .loop import EagleTrainer, Progress
-from .module import EagleModel, build_module, export_module, reduce_vocab, save_module
+from .loop import DrafterTrainer, Progress
+from .module import export_module, reduce_vocab, save_module
 from .options import DEFAULTS, TrainOptions
 from .recipe import EagleRecipe, check_recipe
 
@@ -86,7 +88,7 @@ def train(job: TrainJob, out: Path, options: TrainOptions = DEFAULTS, progress: 
     check_processes(job.recipe.batch, shard=options.shard)
     clear_finished(out)
     refuse_existing(out)
-    layout = choose_layout(spec_of(job.recipe, read_target_config(job.target)))
+    layout = choose_layout(job.recipe, read_target_config(job.target))
     # Prompts that calibrated the initial head do not become unseen by training.
     converted = None
     if job.init_from:
@@ -100,7 +102,10 @@ def train(job: TrainJob, out: Path, options: TrainOptions = DEFAULTS, progress: 
                 shutil.rmtree(export, ignore_errors=True)
                 report = leave(job, trainer, work, export)
                 head = read_head(open_checkpoint(export, source=f"a training run of {job.target.name}"))
-                planned = plan(head, layout, WriteOptions(dtype=job.recipe.compute or ""))
+                if layout is None:
+                    planned = plan_in_place(head, Change(head.spec))
+                else:
+                    planned = plan(head, layout, WriteOptions(dtype=job.recipe.compute or ""))
                 fill(dataclasses.replace(planned, conversion=converted), folder, training=report)
                 shutil.move(export / MODULE, folder / MODULE)
                 if (work / "runs").exists():
@@ -125,7 +130,7 @@ def _others_end() -> Iterator[None]:
         ) from fault
 
 
-def run(job: TrainJob, work: Path, options: TrainOptions, progress: Progress) -> EagleTrainer:
+def run(job: TrainJob, work: Path, options: TrainOptions, progress: Progress) -> DrafterTrainer:
     """Train to the last step, from the newest earlier checkpoint in `work` if there is one."""
     recipe, (rank, world) = job.recipe, place()
     if not rank:
@@ -133,7 +138,7 @@ def run(job: TrainJob, work: Path, options: TrainOptions, progress: Progress) ->
         with writing(work):
             claim(work, job_key(job), world)
     model = _start(job)
-    spec = spec_of(recipe, read_target_config(job.target))
+    spec = recipe.spec(read_target_config(job.target))
     states, unseen = job.states()
     batch, dtype = recipe.batch // world, TORCH[recipe.dtype]
     text = job.text.own(rank, world, batch)
@@ -144,7 +149,7 @@ def run(job: TrainJob, work: Path, options: TrainOptions, progress: Progress) ->
         Feed(job.text, batch, states, dtype, text),
         Feed(job.unseen, shown, unseen, dtype, evaluated),
     )
-    trainer = EagleTrainer(model, spec, recipe, feeds, work, options, progress)
+    trainer = DrafterTrainer(model, spec, recipe, feeds, work, options, progress)
     resume = newest(work, recipe.steps)
     trainer.accelerator.wait_for_everyone()
     if trainer.accelerator.is_main_process:
@@ -165,19 +170,24 @@ def run(job: TrainJob, work: Path, options: TrainOptions, progress: Progress) ->
     return trainer
 
 
-def _start(job: TrainJob) -> EagleModel:
-    model = build_module(load_ends(job.own_ends, TORCH[job.recipe.dtype]), job.recipe)
+def _start(job: TrainJob) -> Model:
+    model = _build(job)
     if job.init_from is not None:
-        _take_over(model, job.init_from)
+        _take_over(model, job.recipe, job.init_from)
     elif job.recipe.draft_vocab is not None:
         reduce_vocab(model, draft_map(job, job.recipe.draft_vocab, model.config.vocab_size))
     return model
 
 
-def _take_over(model: EagleModel, head: Head) -> None:
+def _build(job: TrainJob) -> Model:
+    return family_of(job.recipe).build(load_ends(job.own_ends, TORCH[job.recipe.dtype]), job.recipe)
+
+
+def _take_over(model: Model, recipe: DrafterRecipe, head: Head) -> None:
     """Load the weights of a head in any layout into a module."""
-    own = model.eagle_module.state_dict()
-    for name, row in stored(by_name("modelopt"), head.spec).items():
+    family = family_of(recipe)
+    own = getattr(model, family.part).state_dict()
+    for name, row in stored(by_name(family.exported(head.spec)), head.spec).items():
         if name in own:
             own[name].copy_(row.move.pack([read_slot(head, slot) for slot in row.slots]))
 
@@ -185,11 +195,14 @@ def _take_over(model: EagleModel, head: Head) -> None:
 CURVES, UNTRAINED = "curves.png", "untrained.json"
 
 
-def leave(job: TrainJob, trainer: EagleTrainer, work: Path, folder: Path) -> dict[str, Any]:
+def leave(job: TrainJob, trainer: DrafterTrainer, work: Path, folder: Path) -> dict[str, Any]:
     """Write a trained head in ModelOpt's export, its module, and the report of the run; return the report."""
-    model = trainer.whole(lambda: build_module(load_ends(job.own_ends, TORCH[job.recipe.dtype]), job.recipe))
+    model = trainer.whole(lambda: _build(job))
     folder.mkdir(parents=True, exist_ok=True)
-    export_module(model, folder, job.recipe)
+    # What is not written in another layout is exported in the dtype of the result.
+    export_module(
+        model, folder, job.recipe, None if job.recipe.LAYOUTS else TORCH[job.recipe.compute or job.recipe.dtype]
+    )
     (folder / MODULE).mkdir()
     save_module(model, folder / MODULE, job.recipe)
     vocab = read_target_config(job.target).vocab
@@ -202,7 +215,7 @@ def leave(job: TrainJob, trainer: EagleTrainer, work: Path, folder: Path) -> dic
         "recipe": dataclasses.asdict(job.recipe),
         "data": facts,
         "started_from": job.init_from.checkpoint.source if job.init_from else None,
-        "parameters": sum(p.numel() for p in model.eagle_module.parameters()),
+        "parameters": sum(p.numel() for p in getattr(model, family_of(job.recipe).part).parameters()),
         "tokens": {"text": job.text.size, "counted": int(job.text.count(vocab).sum()), "unseen": job.unseen.size},
         "draft_vocab": {"share": coverage.share, **dataclasses.asdict(coverage)} if coverage else None,
         "untrained": evaluations[0],
@@ -215,7 +228,7 @@ def leave(job: TrainJob, trainer: EagleTrainer, work: Path, folder: Path) -> dic
     told = report | {"data": data, "tokens_per_second": round(trainer.rate, 1)}
     (folder / MODULE / REPORT).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
     if find_spec("matplotlib"):
-        draw_curves(folder / MODULE / CURVES, history, job.recipe.ttt_steps)
+        draw_curves(folder / MODULE / CURVES, history, job.recipe.draft_steps)
     return {key: value for key, value in report.items() if key != "evaluations"}
 
 

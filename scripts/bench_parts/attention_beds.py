@@ -34,7 +34,6 @@ from kconv.tiny.recipe import DEMO, TinyRecipe, cache_root, recipe_key
 from kconv.tiny.target import initialize, make_target, pack, save_tokenizer, train, train_tokenizer
 from kconv.tiny.text import SHORTEST, Corpus, _paragraphs, read_corpus
 from kconv.train.data import cut_windows
-from kconv.train.evaluate import spec_of
 from kconv.train.recipe import TINY_GQA, TINY_MLA, EagleRecipe
 from kconv.train.run import head_key, train_head
 from kconv.validate.parity import load_head
@@ -145,7 +144,7 @@ class Bed:
 
     def parameters(self, kind: str) -> int:
         """Return how many parameters a head of `heads` has beside the embedding and lm_head."""
-        spec = spec_of(self.recipe(kind), read_target_config(self.folder))
+        spec = self.recipe(kind).spec(read_target_config(self.folder))
         return sum(prod(need.shape) for name, need in needs(spec).items() if name not in ("embed_tokens", "lm_head"))
 
     def shape(self, ratio: int, kind: str) -> Shape:

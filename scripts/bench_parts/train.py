@@ -32,9 +32,8 @@ from kconv.targets.forward import run_target
 from kconv.targets.model import load_target
 from kconv.tiny.recipe import DEMO, cache_root
 from kconv.tiny.target import make_target
-from kconv.train.evaluate import spec_of
 from kconv.train.feed import Feed, online_states
-from kconv.train.loop import EagleTrainer
+from kconv.train.loop import DrafterTrainer
 from kconv.train.module import build_module, offline_inputs
 from kconv.train.optimizer import make_optimizer
 from kconv.train.options import TrainOptions
@@ -119,9 +118,9 @@ def run_kconv(target: Path, recipe: EagleRecipe, ids: torch.Tensor, clock: Clock
     model = build_module(load_target(target, TORCH[recipe.dtype]), recipe)
     mask = torch.ones_like(ids, dtype=torch.bool)
     feed = Feed(ids, mask, recipe.batch, online_states(base, recipe)[0])
-    spec = spec_of(recipe, read_target_config(target))
+    spec = recipe.spec(read_target_config(target))
     with tempfile.TemporaryDirectory() as work, suppress(Enough):
-        EagleTrainer(model, spec, recipe, (feed, feed), Path(work), TrainOptions(), clock).train()
+        DrafterTrainer(model, spec, recipe, (feed, feed), Path(work), TrainOptions(), clock).train()
     return clock.read()
 
 

@@ -36,7 +36,8 @@ from kconv.operations import OPERATIONS, load
 from kconv.operations.reading import Reading
 from kconv.options import flag
 from kconv.quantize.recipe import Recipe, builtin_recipes
-from kconv.train.recipe import EagleRecipe
+from kconv.train.drafter_recipe import DrafterRecipe
+from kconv.train.recipe import RECIPES
 from kconv.validate.rules.subject import ENGINES
 from kconv.validate.rules.table import HEAD_RULES, TARGET_RULES, all_rules
 
@@ -181,9 +182,15 @@ def recipes() -> Iterator[str]:
     yield from ("", "### Keys of a training recipe", "")
     yield "Short forms: `decoder` (mla or gqa) is an attention with the target's dims; `passes` sets `steps`."
     yield from ("A key without a default (in brackets) is required.", "")
-    meanings = attributes(EagleRecipe)
-    for field in fields(EagleRecipe):
-        yield _key(field.name, default_of(field.default), meanings.get(field.name, ""))
+    shared = fields(DrafterRecipe)
+    for field in shared:
+        yield _key(field.name, default_of(field.default), attributes(DrafterRecipe).get(field.name, ""))
+    for name, kind in RECIPES.items():
+        yield from ("", f"Those of `drafter: {name}` alone:", "")
+        meanings = attributes(kind)
+        for field in fields(kind):
+            if field.name not in {one.name for one in shared}:
+                yield _key(field.name, default_of(field.default), meanings.get(field.name, ""))
     yield from ("", "## Quantization")
     yield ""
     for name, text in builtin_recipes().items():

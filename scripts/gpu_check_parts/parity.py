@@ -28,14 +28,13 @@ def check_parity(bench: Bench) -> dict[str, Any]:
     from kconv.engines import by_name
     from kconv.engines.layout import stored
     from kconv.targets.config import parse_target_config
-    from kconv.train.evaluate import spec_of
     from kconv.train.recipe import complete, read_recipe_file
 
     vocab, length = bench.size.parity_vocab, bench.size.parity_tokens
     tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     config = parse_target_config(bench.size.config | tokens | {"vocab_size": vocab})
     recipe = complete(read_recipe_file("eagle3-mla"), config, 8)
-    spec = spec_of(recipe, config)
+    spec = recipe.spec(config)
     generator = torch.Generator().manual_seed(0)
 
     def draw(shape: tuple[int, ...]) -> torch.Tensor:
@@ -59,8 +58,8 @@ def check_parity(bench: Bench) -> dict[str, Any]:
     text = torch.randint(0, vocab, (1, length), generator=generator)
     states = torch.randn(1, length, len(spec.captured) * spec.target_hidden, generator=generator).bfloat16()
     with torch.no_grad():
-        wanted = draft_logits(exact, text, states.float(), recipe.ttt_steps)
-        found = draft_logits(served, text.to(bench.device), states.to(bench.device), recipe.ttt_steps).cpu().float()
+        wanted = draft_logits(exact, text, states.float(), recipe.draft_steps)
+        found = draft_logits(served, text.to(bench.device), states.to(bench.device), recipe.draft_steps).cpu().float()
         # The source's own first step as the target's distribution: what bf16 alone would cost a perfect head.
         aligned = torch.zeros(1, length, vocab)
         aligned[:, 1 : 1 + wanted.shape[2]] = wanted[0]
@@ -68,7 +67,7 @@ def check_parity(bench: Bench) -> dict[str, Any]:
     apart = float((found - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
     assert apart < PARITY, f"the logits are apart by {apart:.3f} of their own size; {PARITY} is the most"
     return {
-        "draft_steps": recipe.ttt_steps,
+        "draft_steps": recipe.draft_steps,
         "vocab": vocab,
         "tokens": length,
         "logits_apart": round(apart, 5),

@@ -47,9 +47,8 @@ def train(bench: Bench, rows: int, seq: int) -> dict[str, Any]:
     from kconv.targets.config import parse_target_config
     from kconv.targets.model import build_target
     from kconv.train.data import Rows
-    from kconv.train.evaluate import spec_of
     from kconv.train.feed import Feed
-    from kconv.train.loop import EagleTrainer
+    from kconv.train.loop import DrafterTrainer
     from kconv.train.module import build_module
     from kconv.train.options import TrainOptions
     from kconv.train.plan import plan_training
@@ -81,7 +80,7 @@ def train(bench: Bench, rows: int, seq: int) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as work:
         options = TrainOptions(save_every=10**6, eval_every=10**6)
-        trainer = EagleTrainer(model, spec_of(recipe, config), recipe, feeds, Path(work), options, progress)
+        trainer = DrafterTrainer(model, recipe.spec(config), recipe, feeds, Path(work), options, progress)
         trainer.train()
         checkpoint = part(lambda: keep(trainer, Path(work)))
     assert all(value == value for value in losses), "a loss is NaN"
@@ -91,7 +90,7 @@ def train(bench: Bench, rows: int, seq: int) -> dict[str, Any]:
     figures = {
         "rows": rows,
         "seq": seq,
-        "draft_steps": recipe.ttt_steps,
+        "draft_steps": recipe.draft_steps,
         "parameters": sum(p.numel() for p in trained),
         "on_the_device": all(p.device.type == bench.device.type for p in trained),
         "tokens_per_second": round(rows * seq / step),

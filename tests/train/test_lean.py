@@ -21,10 +21,10 @@ from kconv.targets.model import find_ends, load_ends
 from kconv.targets.rows import OPEN, arrange
 from kconv.train import lean
 from kconv.train.data import pack_samples
-from kconv.train.evaluate import LOGIT_BYTES, draft_head, evaluate, head_state, spec_of
+from kconv.train.evaluate import LOGIT_BYTES, draft_head, evaluate, head_state
 from kconv.train.feed import Feed, Offline, Online
 from kconv.train.lean import find_documents
-from kconv.train.module import build_module, draft_logits, reduce_vocab, run_eagle, save_module
+from kconv.train.module import FAMILY, build_module, draft_logits, reduce_vocab, run_eagle, save_module
 from kconv.train.recipe import TEST_GQA, TEST_MLA, EagleRecipe, check_recipe
 
 KINDS = {
@@ -210,11 +210,11 @@ def test_a_head_is_measured_alike_in_rows_and_together(ends, tiny_target, target
     model = build_module(load_ends(ends, torch.float32), recipe)
     samples = [Sample(torch.randint(3, 512, (24,)), torch.rand(24) > 0.3) for _ in range(6)]
     feed = Feed(pack_samples(samples, 24, pack=False), 3, Online(target, recipe.captured))
-    spec = spec_of(recipe, read_target_config(tiny_target))
+    spec = recipe.spec(read_target_config(tiny_target))
     found = []
     for size in (1, LOGIT_BYTES):
         monkeypatch.setattr("kconv.train.evaluate.LOGIT_BYTES", size)
-        found.append(evaluate(model, draft_head(head_state(model), model, spec), feed, recipe, list))
+        found.append(evaluate(model, draft_head(head_state(model, FAMILY), model, spec, FAMILY), feed, recipe, list))
     assert 1 < found[0]["acceptance"] < 4 and found[0] == pytest.approx(found[1], rel=1e-5)
 
 

@@ -15,7 +15,6 @@ from kconv.drafters.spec import Gqa, HeadSpec, Mla, Norms
 from kconv.engines import BY_NAME
 from kconv.errors import ConfigInvalid, RecipeInvalid
 from kconv.targets.config import TargetConfig, parse_target_config, read_target_config
-from kconv.train.evaluate import spec_of
 from kconv.train.job import check_job
 from kconv.train.recipe import NAMES, TINY_MLA, complete, read_recipe_file
 
@@ -54,7 +53,7 @@ def parameters(spec: HeadSpec) -> int:
 
 def test_the_mla_recipe_makes_a_head_of_nvidias_published_size(kimi):
     recipe = complete(read_recipe_file("eagle3-mla"), kimi, ROWS)
-    spec = spec_of(recipe, kimi)
+    spec = recipe.spec(kimi)
     assert isinstance(spec.attention, Mla)
     assert spec.captured == (1, 29, 57)
     assert parameters(spec) == 1_841_199_104
@@ -121,7 +120,7 @@ def test_an_unknown_name_lists_the_known_ones():
 
 
 def test_a_head_to_go_on_from_decides_what_it_is(kimi):
-    spec = spec_of(complete(read_recipe_file("eagle3-mla"), kimi, ROWS), kimi)
+    spec = complete(read_recipe_file("eagle3-mla"), kimi, ROWS).spec(kimi)
     narrow = dataclasses.replace(spec, intermediate=1024, captured=(3, 30, 50))
     recipe = complete(read_recipe_file("eagle3-mla"), kimi, ROWS, narrow)
     assert (recipe.intermediate, recipe.captured) == (1024, (3, 30, 50))
@@ -129,7 +128,7 @@ def test_a_head_to_go_on_from_decides_what_it_is(kimi):
 
 @pytest.mark.parametrize("changes", [{"intermediate": 2048}, {"captured": [1, 2, 3]}, {"decoder": "gqa"}])
 def test_a_recipe_that_contradicts_the_head_is_refused(kimi, changes):
-    spec = spec_of(complete(read_recipe_file("eagle3-mla"), kimi, ROWS), kimi)
+    spec = complete(read_recipe_file("eagle3-mla"), kimi, ROWS).spec(kimi)
     with pytest.raises(RecipeInvalid, match=f"{next(iter(changes))} differs"):
         complete(read_recipe_file("eagle3-mla") | changes, kimi, ROWS, spec)
 
@@ -139,14 +138,14 @@ def test_a_recipe_that_contradicts_the_head_is_refused(kimi, changes):
     [({"layers": 2}, "layers"), ({"norms": Norms(fc=True)}, "norms"), ({"fc_bias": True}, "biases")],
 )
 def test_a_head_that_modelopt_cannot_train_is_refused(kimi, changes, what):
-    spec = spec_of(complete(read_recipe_file("eagle3-mla"), kimi, ROWS), kimi)
+    spec = complete(read_recipe_file("eagle3-mla"), kimi, ROWS).spec(kimi)
     with pytest.raises(RecipeInvalid, match=f"it has {what}"):
         complete(read_recipe_file("eagle3-mla"), kimi, ROWS, dataclasses.replace(spec, **changes))
 
 
 @pytest.mark.parametrize("changes", [{"hidden": 4096, "target_hidden": 4096}, {"vocab": 128256, "draft_vocab": 128256}])
 def test_a_head_of_another_target_is_refused(kimi, changes):
-    spec = spec_of(complete(read_recipe_file("eagle3-mla"), kimi, ROWS), kimi)
+    spec = complete(read_recipe_file("eagle3-mla"), kimi, ROWS).spec(kimi)
     with pytest.raises(RecipeInvalid, match="the target has 7168 and 163,840"):
         complete(read_recipe_file("eagle3-mla"), kimi, ROWS, dataclasses.replace(spec, **changes))
 

@@ -20,7 +20,7 @@ from kconv.drafters.spec import Gqa, Mla
 from kconv.engines import by_name
 from kconv.targets.config import parse_target_config
 from kconv.targets.model import find_ends, load_ends
-from kconv.train.loop import EagleTrainer
+from kconv.train.loop import DrafterTrainer
 from kconv.train.module import build_module, run_eagle
 from kconv.train.plan import attention_bytes, plan_training, token_bytes
 from kconv.train.recipe import TEST_MLA, EagleRecipe
@@ -146,7 +146,7 @@ def test_a_plan_of_stored_states_is_of_their_own_rows_and_its_disk_is_what_is_ta
         kept = (tmp_path / ".out.training").glob("checkpoint-*/**/*")
         seen.append(sum(f.stat().st_size for f in kept if f.is_file()))
 
-    monkeypatch.setattr(EagleTrainer, "log", watch)
+    monkeypatch.setattr(DrafterTrainer, "log", watch)
     run(*words)
     assert plan["parameters"] == json.loads((out / "kconv.json").read_text())["training"]["parameters"]
     # Two checkpoints are there after a save, and three while one is written.

@@ -22,7 +22,6 @@ from kconv.engines import by_name
 from kconv.errors import LayoutCannot, RecipeInvalid, TrainingFailed
 from kconv.targets.config import read_target_config
 from kconv.train.checkpoints import newest
-from kconv.train.evaluate import spec_of
 from kconv.train.options import TrainOptions
 from kconv.train.recipe import TEST_GQA, TEST_MLA
 from kconv.train.run import train
@@ -57,7 +56,7 @@ def test_what_comes_out_is_the_recipes_head_and_proven(make_job, tiny_target, tm
     out = train(make_job(recipe), tmp_path / "head")
     head = read_head(open_checkpoint(out))
     assert head.layout.name == layout
-    assert head.spec == spec_of(recipe, read_target_config(tiny_target))
+    assert head.spec == recipe.spec(read_target_config(tiny_target))
     training = verify(out).training
     assert training is not None
     assert training["recipe"]["steps"] == recipe.steps
@@ -71,7 +70,7 @@ def test_an_mla_head_is_trained_for_a_target_of_another_family(make_job, tiny_ta
     target = write_target(tmp_path / "target", kind, tiny_target, None)
     out = train(make_job(MLA, target), tmp_path / "head")
     head = read_head(open_checkpoint(out))
-    assert head.spec == spec_of(MLA, read_target_config(target))
+    assert head.spec == MLA.spec(read_target_config(target))
     report = json.loads((out / "modelopt" / "training.json").read_text())
     assert report["trained"]["loss"] < report["untrained"]["loss"]
 

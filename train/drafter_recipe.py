@@ -1,0 +1,172 @@
+"""What the recipes of all families of drafters have."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from pydantic import ConfigDict
+
+from ..drafters.base import Spec
+from ..drafters.rope_keys import read_rope
+from ..drafters.spec import Rope
+from ..targets.config import TargetConfig
+
+Where = Callable[[Sequence[str | int]], str]
+"""Returns where a key of a recipe comes from; see `recipe.Stated.where`."""
+
+
+class Unfit(NamedTuple):
+    """Why a recipe does not fit a target: the key, what is wrong with it, and what to do."""
+
+    key: str
+    what: str
+    fix: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterRecipe(ABC):
+    """A drafter, and its training with ModelOpt.
+
+    It counts steps, not seconds, so that a recipe gives the same head on a slow machine.
+
+    Attributes:
+        intermediate: width of the dense SwiGLU MLP.
+        captured: the captured layers, as 0-based outputs.
+        rope: rotary embedding of the head.
+        eps: epsilon of each RMSNorm.
+        batches: distinct batches of text.
+        steps: optimizer steps; those beyond `batches` are further passes.
+        batch: sequences per batch.
+        seq: tokens per sequence.
+        optimizer: "muon" for the matrices and AdamW for the rest, or "adamw" for all.
+        lr: peak learning rate of the matrices.
+        rest_lr: that of the norms, and of matrices that have a row for each token.
+        schedule: how both decay after `warmup` steps, by transformers' name.
+        warmup: steps.
+        accumulate: batches whose gradients are summed into one step.
+        seed: random seed.
+        dtype: of the trained weights. In BF16 a step below 1/256 of a weight is lost.
+        compute: dtype of the matrix products and of the resulting head; None for `dtype`.
+        pack: put several isolated documents into a row.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    SPEC: ClassVar[type]
+    """The spec of its drafters."""
+    TRAINED_BY: ClassVar[str]
+    """The module of this package that has the rest of what is its family's own, `FAMILY`."""
+    LAYOUTS: ClassVar[tuple[str, ...]] = ()
+    """The layouts to write a head in, the first that can hold it; none: as ModelOpt exports it."""
+    OF_THE_HEAD: ClassVar[tuple[str, ...]] = ("attention", "intermediate", "captured", "rope", "eps")
+    """The keys that a head to continue from decides."""
+    SHORT: ClassVar[tuple[str, ...]] = ()
+    """Keys of a file or --set that `of_target` resolves."""
+    POSITIVE: ClassVar[tuple[str, ...]] = (
+        "intermediate", "batches", "steps", "batch", "seq", "accumulate", "lr", "rest_lr", "eps",
+    )  # fmt: skip
+    GROWS: ClassVar[str]
+    """How the memory grows that is not estimated."""
+
+    intermediate: int
+    captured: tuple[int, ...]
+    rope: Rope
+    eps: float = 1e-5
+    batches: int = 300
+    steps: int = 1000
+    batch: int = 4
+    seq: int = 96
+    optimizer: Literal["muon", "adamw"] = "muon"
+    lr: float = 0.07
+    rest_lr: float = 3e-3
+    schedule: Literal["cosine", "linear", "constant_with_warmup"] = "cosine"
+    warmup: int = 20
+    accumulate: int = 1
+    seed: int = 0
+    dtype: Literal["F32", "BF16"] = "F32"
+    compute: Literal["BF16"] | None = None
+    pack: bool = False
+
+    @property
+    @abstractmethod
+    def draft_steps(self) -> int:
+        """Draft steps that are trained and measured, K."""
+
+    @property
+    def draft_vocab(self) -> int | None:
+        """Rows of the head's own `lm_head`; None if it shares the target's."""
+        return None
+
+    @property
+    def exports_lm_head(self) -> bool:
+        """Whether the target's output matrix is written into the resulting head."""
+        return False
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the memory of a step is bounded, so that it can be estimated."""
+        return False
+
+    @abstractmethod
+    def spec(self, target: TargetConfig) -> Spec:
+        """Return what the resulting head is."""
+
+    def wrong(self) -> Iterator[tuple[str, str]]:
+        """Yield the keys whose values are invalid for any target, and what is wrong with them."""
+        for name in self.POSITIVE:
+            if not (value := getattr(self, name)) > 0:
+                yield name, f"{name} is {value}"
+        if self.warmup < 0:
+            yield "warmup", f"warmup is {self.warmup}"
+        if not 0 <= self.seed < 2**32:  # the bounds of numpy, which the Trainer also seeds
+            yield "seed", f"seed is {self.seed}"
+        if self.seq < self.draft_steps + 2:
+            yield "seq", f"{self.seq} tokens are too few for {self.draft_steps} draft steps"
+        if not self.captured or list(self.captured) != sorted(set(self.captured)) or self.captured[0] < 0:
+            yield "captured", f"captured is {list(self.captured)}, not a list of ascending layers"
+
+    def unfit(self, layers: int, vocab: int) -> Iterator[Unfit]:
+        """Yield why the recipe does not fit a target of so many layers and tokens."""
+        if self.captured[-1] >= layers:
+            yield Unfit(
+                "captured",
+                f"the recipe captures layer {self.captured[-1]}, but the target's layers are 0 to {layers - 1}",
+                "Use 0-based layer outputs.",
+            )
+
+    def unfit_for(self, target: TargetConfig) -> Iterator[Unfit]:
+        """Yield why the recipe does not fit a target."""
+        yield from self.unfit(target.layers, target.vocab)
+
+    @classmethod
+    @abstractmethod
+    def of_head(cls, spec: Any) -> dict[str, Any]:
+        """Return the keys that a head to continue from decides.
+
+        Raises:
+            RecipeInvalid: ModelOpt cannot continue it.
+        """
+
+    @classmethod
+    def other_than(cls, spec: Any, stated: Mapping[str, Any]) -> list[str]:
+        """Return the stated keys outside of `OF_THE_HEAD` that contradict a head to continue from."""
+        return []
+
+    @classmethod
+    @abstractmethod
+    def of_target(cls, target: TargetConfig, stated: Mapping[str, Any], where: Where) -> dict[str, Any]:
+        """Return the keys that follow from the target, and from the stated keys in `SHORT`."""
+
+
+def target_theta(target: TargetConfig) -> float:
+    """Return the base of a target's RoPE, even if its scaling is one that no head can have."""
+    parameters = target.rope.get("rope_parameters")
+    nested = parameters.get("rope_theta") if isinstance(parameters, dict) else None
+    return read_rope({"rope_theta": target.rope.get("rope_theta", nested)}).theta
+
+
+def fewer_kv_heads(heads: int) -> int:
+    """Return the number of key-value heads for a drafter of so many heads, if its target does not say any."""
+    return next(count for count in (8, 4, 2, 1) if heads % count == 0)
