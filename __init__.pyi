@@ -588,7 +588,7 @@ def train(
     rate: float | None = None,
     trust_remote_code: bool = False,
 ) -> Trained:
-    """Train an Eagle3 head for TARGET into the new folder OUT, with ModelOpt's Eagle3 module and loss.
+    """Train an Eagle3 head, or a DFlash or DSpark drafter, for TARGET into the new folder OUT, with ModelOpt's loss.
 
     --data runs the target during training, whole in each process; with --url and --shared a vLLM runs it, started as
     for kconv states, and its states are removed once they are read. --states does not run it. With --states or --url
@@ -599,9 +599,10 @@ def train(
     processes from WORLD_SIZE and those of a node from LOCAL_WORLD_SIZE.
 
     The same command, with the same number of processes, resumes a stopped run from its last checkpoint
-    (.NAME.training next to OUT) and ends with the same weights. OUT has TensorRT-LLM's layout, ready for kconv to-vllm;
-    an MLA head with a reduced vocabulary, which TensorRT-LLM cannot load, has vLLM's. Its manifest records the
-    training; its folder modelopt has the head as ModelOpt's module, and the curves.
+    (.NAME.training next to OUT) and ends with the same weights. OUT is ready for kconv to-vllm: an Eagle3 head has
+    TensorRT-LLM's layout, or vLLM's if it is an MLA head with a reduced vocabulary, which TensorRT-LLM cannot load; a
+    DFlash or DSpark drafter has ModelOpt's. Its manifest records the training; its folder modelopt has the head as
+    ModelOpt's module, and the curves.
 
     --dry-run prints steps, memory, disk and, with --rate, hours. It reads the data only if the recipe does not state
     both steps and batches.
@@ -609,7 +610,7 @@ def train(
     Args:
         target: The target: a folder or a Hub id.
         out: The folder to write; it must not exist.
-        recipe: eagle3-mla, eagle3-gqa, or a YAML file.
+        recipe: eagle3-mla, eagle3-gqa, dflash, dspark, or a YAML file.
         set: Set a key of the recipe; repeatable.
         data: Dialogues or texts: a JSONL, or a dataset's Hub id.
         split: Split of the dataset; train by default.

@@ -587,4 +587,5 @@ DFLASH = Drafter(
     lines=_lines,
     rules=_rules,
     draft_tokens=lambda spec: spec.places,
+    trainer="dflash",
 )

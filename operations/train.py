@@ -106,7 +106,7 @@ def _describe(coverage: Coverage, draft_vocab: int | None) -> str:
 
 
 class Train(Operation, TrainOptions):
-    """Train an Eagle3 head for TARGET into the new folder OUT, with ModelOpt's Eagle3 module and loss.
+    """Train an Eagle3 head, or a DFlash or DSpark drafter, for TARGET into the new folder OUT, with ModelOpt's loss.
 
     --data runs the target during training, whole in each process; with --url and --shared a vLLM runs it, started as
     for kconv states, and its states are removed once they are read. --states does not run it. With --states or --url
@@ -117,9 +117,10 @@ class Train(Operation, TrainOptions):
     processes from WORLD_SIZE and those of a node from LOCAL_WORLD_SIZE.
 
     The same command, with the same number of processes, resumes a stopped run from its last checkpoint
-    (.NAME.training next to OUT) and ends with the same weights. OUT has TensorRT-LLM's layout, ready for kconv to-vllm;
-    an MLA head with a reduced vocabulary, which TensorRT-LLM cannot load, has vLLM's. Its manifest records the
-    training; its folder modelopt has the head as ModelOpt's module, and the curves.
+    (.NAME.training next to OUT) and ends with the same weights. OUT is ready for kconv to-vllm: an Eagle3 head has
+    TensorRT-LLM's layout, or vLLM's if it is an MLA head with a reduced vocabulary, which TensorRT-LLM cannot load; a
+    DFlash or DSpark drafter has ModelOpt's. Its manifest records the training; its folder modelopt has the head as
+    ModelOpt's module, and the curves.
 
     --dry-run prints steps, memory, disk and, with --rate, hours. It reads the data only if the recipe does not state
     both steps and batches.
@@ -128,6 +129,7 @@ class Train(Operation, TrainOptions):
     EXAMPLES = (
         "kconv train my-target my-head --recipe eagle3-mla --data dialogues.jsonl --set lr=1e-4",
         "kconv train my-target my-better-head --recipe eagle3-mla --data more.jsonl --init-from my-head",
+        "kconv train my-target my-drafter --recipe dflash --data dialogues.jsonl --set mask=151669 --set block=16",
         "kconv train my-target my-head --recipe eagle3-mla --data d.jsonl --url http://host:8000 --shared /dev/shm/v",
         "torchrun --nproc-per-node 8 --no-python kconv train my-target my-head --recipe eagle3-mla --states my-states",
         "kconv train my-target my-head --recipe eagle3-mla --states my-states --rate 20000 --dry-run",
@@ -138,7 +140,9 @@ class Train(Operation, TrainOptions):
 
     target: Name = argument("The target: a folder or a Hub id.", kind="checkpoint")
     out: Name = argument("The folder to write; it must not exist.", kind="output")
-    recipe: Name = option(..., "eagle3-mla, eagle3-gqa, or a YAML file.", kind="file", metavar="NAME|FILE")
+    recipe: Name = option(
+        ..., "eagle3-mla, eagle3-gqa, dflash, dspark, or a YAML file.", kind="file", metavar="NAME|FILE"
+    )
     set: Annotated[dict[str, Any], BeforeValidator(_settings)] = option(
         {}, "Set a key of the recipe; repeatable.", kind="settings", metavar="KEY=VALUE"
     )

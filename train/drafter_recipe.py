@@ -104,11 +104,6 @@ class DrafterRecipe(ABC):
         """Whether the target's output matrix is written into the resulting head."""
         return False
 
-    @property
-    def bounded(self) -> bool:
-        """Whether the memory of a step is bounded, so that it can be estimated."""
-        return False
-
     @abstractmethod
     def spec(self, target: TargetConfig) -> Spec:
         """Return what the resulting head is."""

@@ -61,16 +61,20 @@ def evaluate(
     """
     steps, family = recipe.draft_steps, family_of(recipe)
     found: list[tuple[Tensor, Tensor, Acceptance]] = []
-    model.train()  # only then does ModelOpt run all draft steps
-    for index in range(len(unseen)):
-        batch: Batch = _to(unseen[index], head.weights["fc"].device)
-        output = family.run(model, batch, recipe)
-        shares = torch.cat(list(_shares(model, head, batch, steps, family)), 1)
-        # Chain t drafts after token t + 1; it counts if everything that it predicts from belongs to an answer.
-        chains = shares.shape[2]
-        counts = torch.stack([batch["loss_mask"][:, k : k + chains] for k in range(1, steps + 1)]).all(0)
-        accepted = overlap_acceptance(shares[:, counts].unsqueeze(1))
-        found.append((output.loss.detach().float().cpu(), torch.tensor(output.train_acc[0]), accepted))
+    model.train()  # only then does ModelOpt compute its loss
+    device = head.weights["fc"].device
+    # ModelOpt may take random places of a text: here always the same, and training those that it would have taken.
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(recipe.seed)
+        for index in range(len(unseen)):
+            batch: Batch = _to(unseen[index], device)
+            output = family.run(model, batch, recipe)
+            shares = torch.cat(list(_shares(model, head, batch, steps, family)), 1)
+            # Chain t drafts after token t + 1; it counts if everything that it predicts from belongs to an answer.
+            chains = shares.shape[2]
+            counts = torch.stack([batch["loss_mask"][:, k : k + chains] for k in range(1, steps + 1)]).all(0)
+            accepted = overlap_acceptance(shares[:, counts].unsqueeze(1))
+            found.append((output.loss.detach().float().cpu(), torch.tensor(output.train_acc[0]), accepted))
     model.eval()
     losses, top1, parts = zip(*gather(found), strict=True)
     total = pool(parts)

@@ -107,12 +107,15 @@ def plan_training(
     tokens = recipe.steps * recipe.accumulate * recipe.batch * recipe.seq
     rows = recipe.batches * recipe.batch * recipe.seq
     stored = WIDTHS[config.dtype or "BF16"] * config.hidden * (len(recipe.captured) + 1)
+    memory: dict[str, int] = {}
+    if isinstance(recipe, EagleRecipe) and recipe.kernel == "sdpa":
+        memory = _memory(recipe, config, trained, moments, processes, shard)
     return TrainPlan(
         parameters=trained,
         steps=recipe.steps,
         tokens=tokens,
         processes=processes,
-        memory=_memory(recipe, config, trained, moments, processes, shard) if recipe.bounded else {},
+        memory=memory,
         grows=recipe.GROWS,
         states=stored * (rows if text is None else text),
         checkpoints=CHECKPOINTS * (trained * width + moments),

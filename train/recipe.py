@@ -20,6 +20,7 @@ from ..drafters.rope_keys import read_rope
 from ..drafters.spec import Gqa, HeadSpec, Linear, Llama3, Mla, Norms, Rope, Tokens, Yarn
 from ..errors import RecipeInvalid
 from ..targets.config import TargetConfig
+from .dflash_recipe import DFlashRecipe, DSparkRecipe
 from .drafter_recipe import DrafterRecipe, Unfit, Where, fewer_kv_heads, target_theta
 
 
@@ -70,10 +71,6 @@ class EagleRecipe(DrafterRecipe):
     @property
     def exports_lm_head(self) -> bool:
         return self.draft_vocab is None
-
-    @property
-    def bounded(self) -> bool:
-        return self.kernel == "sdpa"
 
     def spec(self, target: TargetConfig) -> HeadSpec:
         eos = target.eos if len(target.eos) > 1 else (target.eos[0] if target.eos else None)
@@ -181,7 +178,7 @@ class EagleRecipe(DrafterRecipe):
         }
 
 
-RECIPES: Mapping[str, type[DrafterRecipe]] = {"eagle3": EagleRecipe}
+RECIPES: Mapping[str, type[DrafterRecipe]] = {"eagle3": EagleRecipe, "dflash": DFlashRecipe, "dspark": DSparkRecipe}
 """The families that can be trained, by the word for each in a recipe (`drafter`), and their recipes."""
 
 
@@ -315,7 +312,7 @@ TEST_GQA = dataclasses.replace(TEST_MLA, attention=Gqa(4, kv_heads=2, head_dim=1
 TEST_MHA = dataclasses.replace(TEST_GQA, attention=Gqa(4, kv_heads=4, head_dim=16))
 
 
-NAMES = ("eagle3-mla", "eagle3-gqa")
+NAMES = ("eagle3-mla", "eagle3-gqa", "dflash", "dspark")
 DECODERS = ("mla", "gqa")
 
 # What other trainers call them.
@@ -329,6 +326,10 @@ OTHER_KEYS = {
     **dict.fromkeys(("warmup_steps", "num_warmup_steps"), "warmup"),
     "ttt_length": "ttt_steps",
     "draft_vocab_size": "draft_vocab",
+    "block_size": "block",
+    **dict.fromkeys(("mask_token", "mask_token_id"), "mask"),
+    "num_anchors": "anchors",
+    "target_layer_ids": "captured",
 }
 
 

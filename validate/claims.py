@@ -68,6 +68,7 @@ def check_claims(checkpoint: Checkpoint, manifest: Manifest, source: Checkpoint 
 
 # The fields that a recipe and a head share, and those that an attention conversion changes in a head.
 OF_RECIPE, OF_ATTENTION = ("intermediate", "captured", "eps", "attention", "rope"), ("attention", "rope")
+OF_BLOCKS = ("block", "mask", "causal")
 # Keys of training.json that no manifest has.
 OF_REPORT = ("evaluations", "tokens_per_second")
 
@@ -84,7 +85,7 @@ def _check_training(folder: Path, manifest: Manifest, spec: Mapping[str, Any]) -
     if not isinstance(recipe, dict):
         raise _says("that the head was trained", "kconv always records the recipe too")
     altered = manifest.conversion is not None
-    for name in OF_RECIPE:
+    for name in (*OF_RECIPE, *(name for name in OF_BLOCKS if name in spec)):
         if not (altered and name in OF_ATTENTION) and recipe.get(name) != spec[name]:
             raise _says(f"it was trained with {name} {recipe.get(name)}", f"the head has {spec[name]}")
     own = manifest.parameters_by_origin.trained

@@ -174,22 +174,28 @@ def recipes() -> Iterator[str]:
     yield "For `kconv train` and `kconv quantize`: `--recipe NAME`, or a YAML file with the same keys."
     yield from ("", "## Training")
     folder = files("kconv.train") / "recipes"
-    first, *others = [(entry.name.removesuffix(".yaml"), entry.read_text()) for entry in _sorted(folder)]
-    yield from _recipe(*first)
-    for name, text in others:
-        yield from _recipe(name, "\n".join(line for line in text.splitlines() if line not in first[1].splitlines()))
-        yield from ("", f"The rest: as {first[0]}.")
+    # The first of each family is shown whole, and of others what differs.
+    shown: dict[str, tuple[str, str]] = {}
+    for entry in _sorted(folder):
+        name, text = entry.name.removesuffix(".yaml"), entry.read_text()
+        first, whole = shown.setdefault(yaml.safe_load(text).get("drafter", ""), (name, text))
+        if first == name:
+            yield from _recipe(name, text)
+        else:
+            yield from _recipe(name, "\n".join(line for line in text.splitlines() if line not in whole.splitlines()))
+            yield from ("", f"The rest: as {first}.")
     yield from ("", "### Keys of a training recipe", "")
-    yield "Short forms: `decoder` (mla or gqa) is an attention with the target's dims; `passes` sets `steps`."
+    yield "Short forms: `decoder` (mla or gqa) is an Eagle3 head's attention with the target's dims; `layers` sets the"
+    yield "`captured` of DFlash and DSpark to so many layers, spread as by ModelOpt; `passes` sets `steps`."
     yield from ("A key without a default (in brackets) is required.", "")
-    shared = fields(DrafterRecipe)
-    for field in shared:
-        yield _key(field.name, default_of(field.default), attributes(DrafterRecipe).get(field.name, ""))
-    for name, kind in RECIPES.items():
-        yield from ("", f"Those of `drafter: {name}` alone:", "")
+    kinds = [cls for kind in RECIPES.values() for cls in reversed(kind.__mro__) if issubclass(cls, DrafterRecipe)]
+    for kind in dict.fromkeys(kinds):
+        if kind is not DrafterRecipe:
+            of = [name for name, one in RECIPES.items() if issubclass(one, kind)]
+            yield from ("", f"Those of `drafter: {'` and `'.join(of)}` alone:", "")
         meanings = attributes(kind)
         for field in fields(kind):
-            if field.name not in {one.name for one in shared}:
+            if field.name in kind.__annotations__:
                 yield _key(field.name, default_of(field.default), meanings.get(field.name, ""))
     yield from ("", "## Quantization")
     yield ""

@@ -15,19 +15,26 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 
+from kconv.drafters.spec import Gqa, Rope
 from kconv.targets.model import load_target
 from kconv.train import job as jobs
 from kconv.train.data import Rows
+from kconv.train.dflash_recipe import DSparkRecipe
+from kconv.train.drafter_recipe import DrafterRecipe
 from kconv.train.feed import online_states
 from kconv.train.job import TrainJob
 from kconv.train.loop import Progress
 from kconv.train.options import TrainOptions
-from kconv.train.recipe import TEST_GQA, TEST_MLA, EagleRecipe
+from kconv.train.recipe import TEST_GQA, TEST_MLA
 from kconv.train.run import train
 
 GQA = dataclasses.replace(TEST_GQA, batches=4, steps=12, batch=4, seq=24, warmup=2)
 MLA = dataclasses.replace(TEST_MLA, batches=4, steps=12, batch=4, seq=24, warmup=2, draft_vocab=96)
 BF16 = dataclasses.replace(GQA, optimizer="adamw", lr=3e-3, compute="BF16")
+DSPARK = DSparkRecipe(
+    attention=Gqa(4, kv_heads=2, head_dim=16), intermediate=64, captured=(1, 5), rope=Rope(50000.0), mask=511, block=4,
+    anchors=12, batches=4, steps=12, batch=4, seq=24, warmup=2, markov_rank=8, optimizer="adamw", lr=0.01, rest_lr=0.01,
+)  # fmt: skip
 COPIED = TrainOptions(save_every=5, eval_every=6)
 SPREAD = TrainOptions(save_every=5, eval_every=6, shard=True)
 # Of each head: its recipe, how the processes share it up to step 7, and how behind it.
@@ -38,11 +45,15 @@ HEADS = {
     "spread mla": (MLA, SPREAD, SPREAD),
     "copied bf16": (BF16, COPIED, COPIED),
     "spread bf16": (BF16, SPREAD, SPREAD),
+    "copied dspark": (DSPARK, COPIED, COPIED),
+    "spread dspark": (DSPARK, SPREAD, SPREAD),
+    "copied dspark, stopped": (DSPARK, COPIED, COPIED),
+    "spread dspark, stopped": (DSPARK, SPREAD, SPREAD),
     "copied, stopped": (GQA, COPIED, COPIED),
     "spread, stopped": (GQA, SPREAD, SPREAD),
     "copied, then spread": (GQA, COPIED, SPREAD),
 }
-STOPPED = ("copied, stopped", "spread, stopped", "copied, then spread")
+STOPPED = tuple(name for name in HEADS if "," in name)
 
 begin = AcceleratorState.__init__
 
@@ -67,7 +78,7 @@ def stop(done: int, _steps: int, _loss: float) -> None:
         raise Stopped
 
 
-def make_job(target: Path, recipe: EagleRecipe) -> TrainJob:
+def make_job(target: Path, recipe: DrafterRecipe) -> TrainJob:
     ids = torch.randint(3, 512, (24, 24), generator=torch.Generator().manual_seed(0))
     text, unseen = (Rows(part, torch.ones_like(part, dtype=torch.bool)) for part in ids.split([16, 8]))
     return TrainJob(target, recipe, text, unseen, lambda: online_states(load_target(target, torch.float32), recipe))

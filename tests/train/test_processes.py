@@ -129,17 +129,18 @@ def shared(tiny_target, tmp_path_factory) -> Path:
         ("copied", "spread"),
         ("copied mla", "spread mla"),
         ("copied bf16", "spread bf16"),
+        ("copied dspark", "spread dspark"),
         ("copied", "copied, then spread"),
     ],
 )
 def test_a_head_that_is_spread_over_processes_is_the_one_that_is_copied_to_each(shared, one, other):
     (before, left), (_, right) = figures(shared / one), figures(shared / other)
-    assert left["loss"] < before["loss"] - 0.5
+    assert left["loss"] < before["loss"] - (0.1 if "dspark" in one else 0.5)
     # Not the weights: sums are in another order, and Muon gives such a difference its full step.
     assert right["loss"] == pytest.approx(left["loss"], rel=5e-4)
     assert right["acceptance"] == pytest.approx(left["acceptance"], abs=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["copied", "spread"])
+@pytest.mark.parametrize("kind", ["copied", "spread", "copied dspark", "spread dspark"])
 def test_a_run_of_two_processes_that_stopped_ends_with_the_same_weights(shared, kind):
     assert same(weights(shared / kind), weights(shared / f"{kind}, stopped"))
