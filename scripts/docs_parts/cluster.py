@@ -132,7 +132,8 @@ def training() -> list[str]:
     read, *_ = measured()
     flops, trained = step_flops()
     recipe = EagleRecipe(
-        KIMI_MLA.attention, KIMI_MLA.intermediate, KIMI_MLA.captured, KIMI_MLA.rope, batch=BATCH, seq=SEQ,
+        attention=KIMI_MLA.attention, intermediate=KIMI_MLA.intermediate, captured=KIMI_MLA.captured,
+        rope=KIMI_MLA.rope, batch=BATCH, seq=SEQ,
         batches=TOKENS // (BATCH * SEQ), steps=TOKENS // (BATCH * SEQ),
         optimizer="adamw", kernel="sdpa", compute="BF16",
     )  # fmt: skip
