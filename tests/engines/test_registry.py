@@ -165,7 +165,7 @@ NAMING = {
     "operations/train.py": "the next step after training is to serve the head with vLLM",
     "drafters/eagle3.py": "a trainer and an engine with different defaults of one key",
     "pipeline/demo.py": "the demo writes its heads for two engines",
-    "train/job.py": "which layout a trained head is written in",
+    "train/recipe.py": "which layout a trained head is written in",
 }
 
 
