@@ -9,7 +9,7 @@ import time
 
 import pytest
 from support import fuzz
-from support.mutate import change
+from support.fuzzing import change
 
 
 def run(root, examples):

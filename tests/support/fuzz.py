@@ -1,4 +1,4 @@
-"""Changes heads and targets at random (`support.mutate`), and has each command read them. Run as a program.
+"""Changes heads and targets at random (`support.fuzzing`), and has each command read them. Run as a program.
 
 Usage, in tests/: python -m support.fuzz ROOT SEED EXAMPLES. Prints one JSON object: how many examples were refused and
 taken, how much the memory grew, and every example that ended in anything but a named fault or a proven output.
@@ -22,8 +22,7 @@ from kconv.cli import main as kconv
 from kconv.engines import BY_NAME
 
 from . import good_heads, heads
-from .fuzzing import kind_of, run_examples
-from .mutate import change
+from .fuzzing import change, kind_of, run_examples
 
 TORCHSPEC, MODELOPT = replace(heads.MLA, captured=(1, 7, 23)), replace(heads.GQA, captured=(1, 7, 23), layers=2)
 HEADS = {

@@ -32,8 +32,7 @@ from kconv.targets.prompts import read_prompts
 from kconv.targets.states import read_record
 from kconv.train.recipe import read_recipe_file
 
-from . import mutate
-from .fuzzing import kind_of, run_examples
+from .fuzzing import change_bytes, change_json, kind_of, run_examples
 from .releases import SUITE, write_acceptance, write_release
 
 # What YAML has and JSON has not: values that Python's own types refuse, tags, aliases that grow, what stands in itself.
@@ -151,14 +150,14 @@ def change(file: Path, rng: random.Random) -> None:
     if kind < 0.04:
         special(file, rng)
     elif file.suffix == ".json" and kind < 0.85:
-        file.write_bytes(mutate.change_json(content, rng))
+        file.write_bytes(change_json(content, rng))
     elif file.suffix == ".jsonl" and kind < 0.85:
         lines = content.splitlines()
         at = rng.randrange(len(lines))
-        lines[at] = mutate.change_json(lines[at], rng)
+        lines[at] = change_json(lines[at], rng)
         file.write_bytes(b"\n".join(lines))
     elif file.suffix == ".yaml" and kind < 0.55:
-        held = mutate.change_json(json.dumps(yaml.safe_load(content), default=str).encode(), rng)
+        held = change_json(json.dumps(yaml.safe_load(content), default=str).encode(), rng)
         file.write_bytes(held)
     elif file.suffix in (".yaml", ".md") and kind < 0.85:
         lines = content.decode().split("\n")
@@ -171,7 +170,7 @@ def change(file: Path, rng: random.Random) -> None:
             lines[at] = f"{key}: {raw}" if colon and rng.random() < 0.8 else raw
         file.write_text("\n".join(lines), errors="surrogatepass")
     else:
-        file.write_bytes(mutate.change_bytes(content, rng))
+        file.write_bytes(change_bytes(content, rng))
 
 
 def special(file: Path, rng: random.Random) -> None:

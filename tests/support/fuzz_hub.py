@@ -26,8 +26,7 @@ from kconv.checkpoint.hub import fetch_dataset_file
 from kconv.checkpoint.source import resolve
 from kconv.errors import KconvError
 
-from . import mutate
-from .fuzzing import run_examples
+from .fuzzing import change_bytes, change_json, run_examples
 from .hub import Hub, client_env
 from .hub import head as published_head
 from .hub_routes import Call, Reply
@@ -59,9 +58,9 @@ def spoil(reply: Reply, rng: random.Random) -> Reply:
         return replace(reply, body=rng.choice(SHAPES))
     if kind < 0.6:
         try:
-            return replace(reply, body=mutate.change_json(reply.body, rng))
+            return replace(reply, body=change_json(reply.body, rng))
         except (ValueError, RecursionError):
-            return replace(reply, body=mutate.change_bytes(reply.body, rng))
+            return replace(reply, body=change_bytes(reply.body, rng))
     if kind < 0.75:
         # Of the same length, which sizes do not tell.
         data = bytearray(reply.body or b"\0")
