@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support import publisher
+from support import again
 from support.hub import Hub
 from support.releases import write_release
 
@@ -26,7 +26,7 @@ class Publisher:
     """The program that publishes in a process of its own for each line it is sent."""
 
     def __init__(self, folder: Path) -> None:
-        program = [sys.executable, publisher.__file__, str(folder), REPO, TAG]
+        program = [sys.executable, again.__file__, "publish", str(folder), REPO, TAG]
         # Where each run lays the copy that it checks and uploads.
         self.room = folder.parent / "tmp"
         self.room.mkdir()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support import releaser
+from support import again
 from support.published import EAGLE3
 from support.releases import REPO, carry_out, changed, planned, ran, write_acceptance, write_inputs
 
@@ -156,7 +156,7 @@ def test_a_full_disk_is_named_and_the_next_call_goes_on(recipe, root, tmp_path, 
 def test_kills_at_random_moments_leave_what_the_next_call_goes_on_from(made, root, tmp_path):
     whole = {path: path.read_bytes() for path in (root / "trtllm").iterdir()}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(made, sort_keys=False))
-    program = [sys.executable, releaser.__file__, str(tmp_path / "recipe.yaml"), str(root)]
+    program = [sys.executable, again.__file__, "release", str(tmp_path / "recipe.yaml"), str(root)]
     process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin and process.stdout
     moments, statuses = random.Random(0), []
