@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.heads import KIMI_MLA, random_slots, small, write_head
-from support.record_drafts import Recorded, record
+from support.record_drafts import Recorded, record_vllm
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import Hints
@@ -158,7 +158,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 def recorded(engine_python, random_target, folders, prompts, tmp_path_factory) -> dict[str, Recorded]:
     """Have the heads of each kind served, one after the other."""
     return {
-        kind: record(
+        kind: record_vllm(
             engine_python,
             random_target,
             {case.name: folders[case.name] for case in CASES if case.kind == kind},

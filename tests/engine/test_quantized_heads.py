@@ -15,7 +15,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
-from support.record_drafts import record
+from support.record_drafts import record_vllm
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.cli import main
@@ -110,7 +110,7 @@ def test_vllm_drafts_with_a_quantized_head_what_kconv_says_of_it(engine_python, 
     stream = pack(load_tokenizer(demo / "target").inner, read_corpus().held_out)
     prompts = stream[: PROMPTS * PROMPT_TOKENS].view(PROMPTS, PROMPT_TOKENS).tolist()
     heads = {"quantized": out, "spoiled": spoil(out, tmp_path / "spoiled", SCALE[name])}
-    answers = record(
+    answers = record_vllm(
         engine_python,
         demo / "target",
         heads,

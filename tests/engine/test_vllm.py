@@ -17,7 +17,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from support.heads import with_own_keys
-from support.record_drafts import record
+from support.record_drafts import record_vllm
 from support.witness import write_converted
 
 from kconv.checkpoint.folder import open_checkpoint
@@ -105,7 +105,7 @@ def answers(engine_python, demo, folders, prompts, tmp_path_factory) -> dict[str
     found: dict[str, dict[str, dict]] = {}
     for kinds in PROCESSES:
         heads = {f"{kind} {layout}": folder for kind in kinds for layout, folder in folders[kind].items()}
-        said = record(
+        said = record_vllm(
             engine_python,
             demo / "target",
             heads,

@@ -1,4 +1,4 @@
-"""Heads served by vLLM one after the other, in one process of its own."""
+"""Heads that engines serve one after the other: vLLM in one process, SGLang each in a fork of what imported it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import json
 import os
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from kconv.engines import start_server
+from kconv.drafters.base import Spec
+from kconv.engines import sglang, start_server, vllm
 from kconv.engines.base import Serving
-from kconv.engines.vllm import environment, speculation
+from kconv.engines.counters import Counts
 
-RECORDER = Path(__file__).parent / "vllm_drafts.py"
+VLLM = Path(__file__).parent / "vllm_drafts.py"
+SGLANG = Path(__file__).parent / "sglang_drafts.py"
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Recorded:
     logs: dict[str, str]
 
 
-def record(
+def record_vllm(
     python: Path,
     target: Path,
     heads: Mapping[str, Path | Serving],
@@ -67,12 +70,12 @@ def record(
         "look_ahead": look_ahead,
         "prompts": prompts,
         "together": together,
-        "heads": {"": None} | {name: speculation(head) for name, head in served.items()},
+        "heads": {"": None} | {name: vllm.speculation(head) for name, head in served.items()},
     }
     (folder / "request.json").write_text(json.dumps(request))
     done = subprocess.run(
-        [python, RECORDER, folder / "request.json", folder / "answer.json", start_server.__file__],
-        env=os.environ | environment(next(iter(served.values()))) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        [python, VLLM, folder / "request.json", folder / "answer.json", start_server.__file__],
+        env=os.environ | vllm.environment(next(iter(served.values()))) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -81,3 +84,90 @@ def record(
     assert done.returncode == 0, done.stdout[-3000:]
     logs = dict(part.split("\n", 1) for part in done.stdout.split("== HEAD ")[1:])
     return Recorded(json.loads((folder / "answer.json").read_text()), logs)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A head that is served, None for none, what it is if it is no Eagle3 head, and arguments of sgl.Engine."""
+
+    target: Path
+    head: Path | None = None
+    spec: Spec | None = None
+    steps: int = 3
+    look_ahead: int = 0
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    def request(self) -> dict[str, Any]:
+        serving = Serving(Path("python"), self.target, self.head, self.spec, self.steps)
+        told = {
+            name.removeprefix("--").replace("-", "_"): int(value) if value.isdigit() else value
+            for name, value in sglang.speculation(serving).items()
+        }
+        engine = {"model_path": str(self.target), "dtype": "float32"} | told
+        return {"engine": engine | dict(self.more), "look_ahead": self.look_ahead}
+
+
+@dataclass(frozen=True)
+class SglangAnswer:
+    """What SGLang did with a head.
+
+    Attributes:
+        outputs: token ids, by prompt.
+        counts: over all prompts, as its answers say; None without a head.
+        captured: the layers whose inputs the target kept for the head.
+        unreached: the head's parameters that no tensor reached.
+        error: the traceback, where it failed; "" where it served.
+        log: what it wrote.
+    """
+
+    outputs: list[list[int]]
+    counts: Counts | None
+    captured: tuple[int, ...]
+    unreached: tuple[str, ...] | None
+    error: str
+    log: str
+
+
+def record_sglang(
+    python: Path, jobs: Mapping[str, Job], prompts: list[list[int]], folder: Path, *, new_tokens: int
+) -> dict[str, SglangAnswer]:
+    """Have SGLang serve each job on the same prompts.
+
+    Args:
+        python: of an environment with SGLang in it.
+        jobs: by name.
+        prompts: token ids.
+        folder: to work in.
+        new_tokens: tokens that each prompt is continued by.
+    """
+    request = {
+        "prompts": prompts,
+        "new_tokens": new_tokens,
+        "jobs": {name: job.request() for name, job in jobs.items()},
+    }
+    (folder / "request.json").write_text(json.dumps(request))
+    done = subprocess.run(
+        [python, SGLANG, folder / "request.json", folder / "answer.json", start_server.__file__],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    found = json.loads((folder / "answer.json").read_text())
+    return {name: _answer(found[name], jobs[name].steps) for name in jobs}
+
+
+def _answer(found: dict[str, Any], steps: int) -> SglangAnswer:
+    histograms = [meta.get("spec_correct_drafts_histogram") for meta in found.get("meta", ())]
+    counts = [Counts.of_histogram(histogram, steps) for histogram in histograms if histogram]
+    unreached = found.get("unreached")
+    return SglangAnswer(
+        found.get("outputs", []),
+        Counts.pool(counts) if counts else None,
+        tuple(found.get("captured") or ()),
+        None if unreached is None else tuple(unreached),
+        found.get("error", ""),
+        found.get("log", ""),
+    )

@@ -25,10 +25,10 @@ from kconv.tiny.target import pack
 from kconv.tiny.text import read_corpus
 from kconv.validate.engines.simulate import simulate
 
-from . import families, sglang_record, silent_faults, trained_blocks
+from . import families, silent_faults, trained_blocks
 from .heads import with_own_keys
 from .normed import NORMS_OF_3_1, write_normed
-from .record_drafts import record as record_vllm
+from .record_drafts import Job, SglangAnswer, record_sglang, record_vllm
 from .silent_faults import SILENT, SILENT_BLOCKS, SilentFault
 
 STEPS, PROMPTS, PROMPT_TOKENS, NEW_TOKENS, LONGER = 3, 16, 64, 20, 5
@@ -168,12 +168,12 @@ def found_in(head: Path, engine: str, python: Path, target: Path, prompts: Path,
 
 def serve_sglang(python: Path, demo: Path, heads: Mapping[str, Path], folder: Path) -> Served:
     """Have SGLang serve heads; "" is none, whose outputs the others must have. A chain of 5 and a tree beside them."""
-    target, job = demo / "target", sglang_record.Job
-    jobs = {"": job(target, look_ahead=LONGER - 1)} | {name: job(target, head) for name, head in heads.items()}
-    jobs[LONG] = job(target, heads["mla sglang"], steps=LONGER)
+    target = demo / "target"
+    jobs = {"": Job(target, look_ahead=LONGER - 1)} | {name: Job(target, head) for name, head in heads.items()}
+    jobs[LONG] = Job(target, heads["mla sglang"], steps=LONGER)
     tree = {"speculative_eagle_topk": 4, "speculative_num_draft_tokens": 8}
-    jobs[TREE] = job(target, heads["mla sglang"], more=tree)
-    answers = sglang_record.record(python, jobs, prompts_of(target), folder, new_tokens=NEW_TOKENS)
+    jobs[TREE] = Job(target, heads["mla sglang"], more=tree)
+    answers = record_sglang(python, jobs, prompts_of(target), folder, new_tokens=NEW_TOKENS)
     own = answers[""].outputs
     return {name: _in_sglang(name, one, own) for name, one in answers.items()}, own
 
@@ -230,12 +230,12 @@ def _families_in_vllm(python, trained, heads, folder) -> dict[str, Served]:
 
 def _families_in_sglang(python, trained, heads, folder) -> dict[str, Served]:
     targets = {kind: trained[kind] / "target" for kind in heads}
-    jobs = {kind: sglang_record.Job(target, look_ahead=STEPS - 1) for kind, target in targets.items()}
+    jobs = {kind: Job(target, look_ahead=STEPS - 1) for kind, target in targets.items()}
     for kind, own_heads in heads.items():
-        jobs |= {name: sglang_record.Job(targets[kind], head) for name, head in own_heads.items()}
+        jobs |= {name: Job(targets[kind], head) for name, head in own_heads.items()}
     # All have the same tokenizer.
     prompts = prompts_of(next(iter(targets.values())))
-    answers = sglang_record.record(python, jobs, prompts, folder, new_tokens=NEW_TOKENS)
+    answers = record_sglang(python, jobs, prompts, folder, new_tokens=NEW_TOKENS)
     own = {kind: answers[kind].outputs for kind in heads}
     return {
         kind: ({name: _in_sglang(name, answers[name], own[kind]) for name in own_heads}, own[kind])
@@ -303,11 +303,9 @@ def _blocks_in_vllm(python, targets, servings, prompts, folder, ahead) -> dict[s
 
 
 def _blocks_in_sglang(python, targets, servings, prompts, folder, ahead) -> dict[str, Served]:
-    jobs = {kind: sglang_record.Job(target, look_ahead=ahead) for kind, target in targets.items()}
-    jobs |= {
-        name: sglang_record.Job(one.target, one.head, one.spec, one.draft_tokens) for name, one in servings.items()
-    }
-    answers = sglang_record.record(python, jobs, prompts, folder, new_tokens=NEW_TOKENS)
+    jobs = {kind: Job(target, look_ahead=ahead) for kind, target in targets.items()}
+    jobs |= {name: Job(one.target, one.head, one.spec, one.draft_tokens) for name, one in servings.items()}
+    answers = record_sglang(python, jobs, prompts, folder, new_tokens=NEW_TOKENS)
     found: dict[str, Served] = {}
     for kind, target in targets.items():
         own, mine = answers[kind].outputs, [name for name, one in servings.items() if one.target == target]
@@ -323,7 +321,7 @@ def read_kind(head: Path) -> str:
     return "mha" if config["num_key_value_heads"] == config["num_attention_heads"] else "gqa"
 
 
-def _in_sglang(name: str, one: sglang_record.SglangAnswer, own: list[list[int]]) -> Witnessed:
+def _in_sglang(name: str, one: SglangAnswer, own: list[list[int]]) -> Witnessed:
     return _witnessed("sglang", name, one.outputs, own, one.counts, one.unreached, one.error)
 
 
