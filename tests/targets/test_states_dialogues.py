@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from support.stored_states import CAPTURED
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.cli import main
@@ -24,6 +23,7 @@ from kconv.targets.states import open_states
 from kconv.targets.tokenizer import load_tokenizer
 from kconv.targets.write_states import write_states
 
+CAPTURED = (1, 3, 5)
 SAID = [
     ("What is a list?", "A sequence of values.", "And a dict?", "A mapping from keys to values."),
     ("Name a river.", "The Rhine, which flows north."),

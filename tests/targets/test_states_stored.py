@@ -7,7 +7,6 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
-from support.stored_states import CAPTURED, TEXTS
 
 from kconv.errors import OutputExists, StatesInvalid
 from kconv.targets import forward as runners
@@ -18,7 +17,7 @@ from kconv.targets.states import CONTENTS, RECORD, open_states, read_record
 from kconv.targets.tokenizer import load_tokenizer
 
 
-def test_what_is_read_back_is_what_transformers_reports(stored, model, tiny_target):
+def test_what_is_read_back_is_what_transformers_reports(stored, wanted, model, tiny_target):
     states = open_states(stored, config=read_target_config(tiny_target))
     states.verify()
     assert states.record.shards == len(states.shards) > 2
@@ -27,7 +26,7 @@ def test_what_is_read_back_is_what_transformers_reports(stored, model, tiny_targ
         assert found.tokens.shape == (sequence.length,)
         with torch.no_grad():
             theirs = model(input_ids=found.tokens[None], output_hidden_states=True, use_cache=False)
-        expected = torch.cat([theirs.hidden_states[layer + 1][0] for layer in CAPTURED], dim=-1)
+        expected = torch.cat([theirs.hidden_states[layer + 1][0] for layer in wanted.captured], dim=-1)
         assert torch.equal(found.captured, expected)
         assert torch.equal(found.hidden, theirs.hidden_states[-1][0])
         assert torch.equal(model.lm_head(found.hidden), theirs.logits[0])
@@ -37,7 +36,7 @@ def test_each_sequence_is_of_its_kind(stored, prompts, model, tiny_target):
     states, tokenizer = open_states(stored), load_tokenizer(tiny_target)
     by_prompt = {p.id: p for p in read_prompts(prompts)}
     kinds = [sequence.kind for sequence in states.sequences]
-    assert kinds == ["held-out", "sampled", "greedy"] * len(TEXTS)
+    assert kinds == ["held-out", "sampled", "greedy"] * len(by_prompt)
     for index, sequence in enumerate(states.sequences):
         prompt, found = by_prompt[sequence.prompt], states.read(index)
         ids = tokenizer.encode(prompt.turns[0])
@@ -53,10 +52,10 @@ def test_each_sequence_is_of_its_kind(stored, prompts, model, tiny_target):
             assert torch.equal(model.lm_head(found.hidden).argmax(-1)[7:-1], found.tokens[8:])
 
 
-def test_the_record_says_whose_states_these_are(stored, prompts, tiny_target):
+def test_the_record_says_whose_states_these_are(stored, wanted, prompts, tiny_target):
     record, contents = (json.loads((stored / name).read_text()) for name in (RECORD, CONTENTS))
     assert record["schema"] == 2
-    assert record["captured"] == list(CAPTURED)
+    assert record["captured"] == list(wanted.captured)
     assert (record["dtype"], record["seed"], record["new_tokens"]) == ("F32", 3, {"sampled": 12, "greedy": 6})
     assert record["target"]["source"] == str(tiny_target)
     assert {p.digest for p in read_prompts(prompts)} == {sequence["digest"] for sequence in contents["sequences"]}
@@ -147,7 +146,7 @@ def test_what_is_there_is_not_overwritten(write, wanted, stored):
         write(wanted, stored)
 
 
-def test_one_sequences_states_are_in_memory_at_a_time(write, wanted, tmp_path, monkeypatch):
+def test_one_sequences_states_are_in_memory_at_a_time(write, wanted, prompts, tmp_path, monkeypatch):
     """The target is run between the writes, each sequence when its turn comes."""
     order: list[str] = []
     capture, opened = runners.capture, writer.write_safetensors
@@ -167,4 +166,4 @@ def test_one_sequences_states_are_in_memory_at_a_time(write, wanted, tmp_path, m
     monkeypatch.setattr(writer, "write_safetensors", checked)
     write(wanted, tmp_path / "out", shard_bytes=1 << 30)
     states = [name for name in order if name in ("run", "aux_hidden_states", "hidden_states")]
-    assert states == ["run", "aux_hidden_states", "hidden_states"] * len(TEXTS) * 3
+    assert states == ["run", "aux_hidden_states", "hidden_states"] * len(read_prompts(prompts)) * 3
