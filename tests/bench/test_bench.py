@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from support.spec_server import K, serving, steps_of
+from support.loopback import K, speculating, steps_of
 
 from kconv.bench.measure import ServedHead, measure_server
 from kconv.bench.options import MeasureOptions
@@ -68,7 +68,7 @@ def figure(acceptance, averaging: str, category: str = ""):
 @pytest.mark.parametrize("engine", NAMES)
 @pytest.mark.parametrize("concurrency", [1, 3])
 def test_figures_are_those_of_the_drafts_whichever_engine_counted(engine, concurrency):
-    with serving(engine) as server:
+    with speculating(engine) as server:
         found = measure_server(
             server.url, SUITE, ServedHead(draft_tokens=K, name="my-head"), MeasureOptions(concurrency=concurrency)
         )
@@ -90,7 +90,7 @@ def test_figures_are_those_of_the_drafts_whichever_engine_counted(engine, concur
 
 @pytest.mark.parametrize("engine", NAMES)
 def test_a_mean_over_requests_is_told_where_one_runs_at_a_time(engine):
-    with serving(engine) as server:
+    with speculating(engine) as server:
         found = measure_server(server.url, SUITE, *WISH)
     for category, prompts in (*SUITE.groups, ("", SUITE.prompts)):
         expected = statistics.mean(length(steps(prompt)) for prompt in prompts)
@@ -100,14 +100,14 @@ def test_a_mean_over_requests_is_told_where_one_runs_at_a_time(engine):
 
 
 def test_and_not_where_several_do():
-    with serving("vllm") as server:
+    with speculating("vllm") as server:
         found = measure_server(server.url, SUITE, ServedHead(draft_tokens=K, name="h"), MeasureOptions(concurrency=2))
     assert {row.averaging for row in found.rows} == {"micro_steps", "macro_category"}
     assert {row.interval.over for row in found.rows if row.interval} == {"groups of up to 2 prompts"}
 
 
 def test_the_second_turn_follows_the_answer_to_the_first():
-    with serving("vllm") as server:
+    with speculating("vllm") as server:
         run = ServedHead(draft_tokens=K, name="h"), MeasureOptions(max_tokens=200, extra={"ignore_eos": True})
         measure_server(server.url, SUITE, *run)
         asked = server.asked
@@ -119,7 +119,7 @@ def test_the_second_turn_follows_the_answer_to_the_first():
 
 
 def test_looping_answers_are_seen():
-    with serving("vllm", looping=True) as looping, serving("vllm") as sane:
+    with speculating("vllm", looping=True) as looping, speculating("vllm") as sane:
         bad = measure_server(looping.url, SUITE, *WISH).rows[0].sanity
         good = measure_server(sane.url, SUITE, *WISH).rows[0].sanity
     assert bad is not None and bad.distinct_4grams < 0.5
@@ -130,7 +130,7 @@ def test_looping_answers_are_seen():
     ("release", "iterations"), [("totals", True), ("prefills", True), ("places", True), ("places", False)]
 )
 def test_every_release_of_tensorrt_llm_is_read_by_what_it_counts_rightly(release, iterations):
-    with serving("trtllm", release=release, iterations=iterations) as server:
+    with speculating("trtllm", release=release, iterations=iterations) as server:
         found = measure_server(server.url, SUITE, *WISH)
     row, together = figure(found, "micro_steps"), [step for prompt in SUITE.prompts for step in steps(prompt)]
     assert (row.value, row.drafts) == (pytest.approx(length(together), abs=1e-6), len(together))
@@ -139,7 +139,7 @@ def test_every_release_of_tensorrt_llm_is_read_by_what_it_counts_rightly(release
 
 def test_a_draft_that_is_counted_for_a_prefill_is_seen_where_it_is_counted_late(monkeypatch):
     monkeypatch.setattr(client, "LATE_SECONDS", 1.0)
-    with serving("trtllm", release="prefills", iterations=True, late=0.1, requests=1, generated=1) as server:
+    with speculating("trtllm", release="prefills", iterations=True, late=0.1, requests=1, generated=1) as server:
         row = figure(measure_server(server.url, SUITE, *WISH), "micro_steps")
     together = [step for prompt in SUITE.prompts for step in steps(prompt)]
     assert (row.value, row.drafts) == (pytest.approx(length(together), abs=1e-6), len(together))
@@ -148,7 +148,7 @@ def test_a_draft_that_is_counted_for_a_prefill_is_seen_where_it_is_counted_late(
 @pytest.mark.parametrize("release", ["totals", "prefills"])
 def test_a_tensorrt_llm_that_does_not_count_iterations_is_told_what_to_serve_with(release):
     with (
-        serving("trtllm", release=release) as server,
+        speculating("trtllm", release=release) as server,
         pytest.raises(CountersMissing, match="without counting") as fault,
     ):
         measure_server(server.url, SUITE, *WISH)
@@ -164,7 +164,7 @@ def test_a_head_whose_tokens_were_never_accepted_has_a_length_of_one():
 
 @pytest.mark.parametrize("plain", [None, "plain sglang", "plain trtllm"])
 def test_speed_up_is_against_the_same_prompts_without_speculation(plain):
-    with serving("vllm") as server, serving(plain) as baseline:
+    with speculating("vllm") as server, speculating(plain) as baseline:
         found = measure_server(
             server.url, SUITE, ServedHead(draft_tokens=K, name="h"), MeasureOptions(baseline_url=baseline.url)
         )
@@ -176,7 +176,7 @@ def test_speed_up_is_against_the_same_prompts_without_speculation(plain):
 
 @pytest.mark.parametrize("engine", NAMES)
 def test_a_baseline_that_speculates_is_refused(engine):
-    with serving("vllm") as server, serving(engine) as baseline:
+    with speculating("vllm") as server, speculating(engine) as baseline:
         measure_server(baseline.url, SUITE, *WISH)
         with pytest.raises(DefinitionsMixed, match="baseline"):
             measure_server(
@@ -186,31 +186,31 @@ def test_a_baseline_that_speculates_is_refused(engine):
 
 @pytest.mark.parametrize("plain", [None, "plain sglang", "plain trtllm"])
 def test_a_server_without_speculation_is_named(plain):
-    with serving(plain) as server, pytest.raises(CountersMissing, match=r"without|not count"):
+    with speculating(plain) as server, pytest.raises(CountersMissing, match=r"without|not count"):
         measure_server(server.url, SUITE, *WISH)
 
 
 @pytest.mark.parametrize("engine", NAMES)
 def test_counters_that_go_backwards_are_named(engine):
-    with serving(engine, restart_after=4) as server, pytest.raises(CountersReset, match="backwards"):
+    with speculating(engine, restart_after=4) as server, pytest.raises(CountersReset, match="backwards"):
         measure_server(server.url, SUITE, *WISH)
 
 
 @pytest.mark.parametrize("engine", NAMES)
 def test_more_than_k_plus_1_is_refused(engine):
     fault = {"vllm": DefinitionsMixed, "sglang": AcceptanceInvalid, "trtllm": AcceptanceInvalid}[engine]
-    with serving(engine, inflate=200) as server, pytest.raises((fault, AcceptanceInvalid), match=r"above 4|K is 3"):
+    with speculating(engine, inflate=200) as server, pytest.raises((fault, AcceptanceInvalid), match=r"above 4|K is 3"):
         measure_server(server.url, SUITE, *WISH)
 
 
 @pytest.mark.parametrize("engine", NAMES)
 def test_drafts_that_no_one_asked_for_are_named(engine):
-    with serving(engine, foreign=60) as server, pytest.raises(CountersDisturbed, match=r"counted|counts"):
+    with speculating(engine, foreign=60) as server, pytest.raises(CountersDisturbed, match=r"counted|counts"):
         measure_server(server.url, SUITE, *WISH)
 
 
 def test_a_router_that_shows_two_engines_is_named():
-    with serving("router") as server, pytest.raises(DefinitionsMixed, match="vllm and sglang") as fault:
+    with speculating("router") as server, pytest.raises(DefinitionsMixed, match="vllm and sglang") as fault:
         measure_server(server.url, SUITE, *WISH)
     assert "--" not in fault.value.fix, "no option of bench or of validate chooses one"
 
@@ -223,12 +223,12 @@ def test_drafted_tokens_that_are_no_whole_number_of_steps_are_mixed_definitions(
 
 @pytest.mark.parametrize("engine", NAMES)
 def test_another_k_than_the_servers_is_refused(engine):
-    with serving(engine) as server, pytest.raises((DefinitionsMixed, AcceptanceInvalid, CountersDisturbed)):
+    with speculating(engine) as server, pytest.raises((DefinitionsMixed, AcceptanceInvalid, CountersDisturbed)):
         measure_server(server.url, SUITE, ServedHead(draft_tokens=1, name="h"), MeasureOptions())
 
 
 def test_fewer_drafted_tokens_than_k_are_told_by_the_places():
-    with serving("vllm") as server, pytest.raises(DefinitionsMixed, match=r"3 positions .* K is 5"):
+    with speculating("vllm") as server, pytest.raises(DefinitionsMixed, match=r"3 positions .* K is 5"):
         measure_server(server.url, SUITE, ServedHead(draft_tokens=5, name="h"), MeasureOptions())
 
 
@@ -236,7 +236,7 @@ INFO = {"speculative_num_steps": K, "speculative_eagle_topk": 1, "speculative_dr
 
 
 def test_what_sglang_says_of_its_drafting_is_kept():
-    with serving("sglang", info=INFO) as server:
+    with speculating("sglang", info=INFO) as server:
         run = ServedHead(draft_tokens=K, name="h", weights={"model.safetensors": "00"}), MeasureOptions()
         found = measure_server(server.url, SUITE, *run)
     assert found.provenance["server"] == INFO
@@ -244,7 +244,7 @@ def test_what_sglang_says_of_its_drafting_is_kept():
 
 
 def test_a_tree_that_is_the_servers_is_measured():
-    with serving("sglang", info=INFO | {"speculative_eagle_topk": 4}) as server:
+    with speculating("sglang", info=INFO | {"speculative_eagle_topk": 4}) as server:
         found = measure_server(server.url, SUITE, ServedHead(draft_tokens=K, name="h"), MeasureOptions(tree="topk=4"))
     assert {row.tree for row in found.rows} == {"topk=4"}
 
@@ -264,7 +264,7 @@ def test_a_tree_that_is_the_servers_is_measured():
     ],
 )
 def test_a_server_that_says_otherwise_is_refused_before_it_is_asked(info, tree, message):
-    with serving("sglang", info=INFO | info) as server:
+    with speculating("sglang", info=INFO | info) as server:
         with pytest.raises(DefinitionsMixed, match=message):
             measure_server(server.url, SUITE, ServedHead(draft_tokens=K, name="h"), MeasureOptions(tree=tree))
         assert server.asked == []
@@ -289,7 +289,7 @@ SILENT = (Prompt("s", "silent", ("Silence, please.",)),)
 
 @pytest.mark.parametrize("engine", NAMES)
 def test_an_answer_of_one_token_has_no_length(engine):
-    with serving(engine) as server:
+    with speculating(engine) as server:
         measure_server(server.url, SUITE, *WISH)
         suite = Suite("tiny-suite", "sha256:00", (("writing", (*WRITING[:2], *SILENT)),))
         found = measure_server(server.url, suite, *WISH)
@@ -303,7 +303,7 @@ def test_an_answer_of_one_token_has_no_length(engine):
 def test_counters_that_never_rest_are_named(monkeypatch):
     monkeypatch.setattr(client, "RESTLESS_SECONDS", 0.05)
     monkeypatch.setattr(client, "REST_SECONDS", 0.5)
-    with serving("vllm") as server, pytest.raises(CountersDisturbed, match="still change"):
+    with speculating("vllm") as server, pytest.raises(CountersDisturbed, match="still change"):
         measure_server(server.url, SUITE, *WISH)
 
 
@@ -333,10 +333,10 @@ def test_an_engine_that_is_started_is_asked_rightly(tmp_path, monkeypatch, words
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_what_is_asked_again_after_a_reset_is_counted_once(engine, concurrency, when):
     run = ServedHead(draft_tokens=K, name="my-head"), MeasureOptions(concurrency=concurrency)
-    with serving(engine) as server:
+    with speculating(engine) as server:
         whole = measure_server(server.url, SUITE, *run)
     # The first request, a second turn, and one that is asked for again already.
-    with serving(engine, breaks=dict.fromkeys((2, 6, 7), when)) as server:
+    with speculating(engine, breaks=dict.fromkeys((2, 6, 7), when)) as server:
         found = measure_server(server.url, SUITE, *run)
         assert server.sent > sum(len(prompt.turns) for prompt in SUITE.prompts) + 2
     drop = {"date", "tokens_per_second"}
@@ -344,7 +344,7 @@ def test_what_is_asked_again_after_a_reset_is_counted_once(engine, concurrency, 
 
 
 def test_a_connection_that_breaks_each_time_ends_the_measurement():
-    with serving("vllm", breaks=dict.fromkeys(range(3, 99), "before")) as server:
+    with speculating("vllm", breaks=dict.fromkeys(range(3, 99), "before")) as server:
         with pytest.raises(ConnectionBroken, match="does not answer"):
             measure_server(server.url, SUITE, *WISH)
         assert server.sent == 2 + ask.ATTEMPTS
@@ -354,7 +354,7 @@ def test_a_server_that_still_works_for_a_broken_connection_is_not_measured(monke
     """Its drafts would be counted with the prompts that follow."""
     monkeypatch.setattr(client, "RESTLESS_SECONDS", 0.2)
     monkeypatch.setattr(client, "LATE_SECONDS", 0.1)
-    with serving("vllm", breaks={2: "after"}) as server:
+    with speculating("vllm", breaks={2: "after"}) as server:
 
         def work():
             while not done.wait(0.02):
@@ -373,7 +373,7 @@ def test_a_server_that_still_works_for_a_broken_connection_is_not_measured(monke
 
 
 def test_a_server_that_restarts_with_a_reset_is_named():
-    with serving("vllm", breaks={4: "after"}, restart_after=3) as server, pytest.raises(CountersReset):
+    with speculating("vllm", breaks={4: "after"}, restart_after=3) as server, pytest.raises(CountersReset):
         measure_server(server.url, SUITE, *WISH)
 
 
@@ -381,13 +381,16 @@ def test_settings_whose_page_breaks_off_are_read_all_the_same():
     """They were taken for absent, and a server that forges its acceptance for an honest one."""
     path = "/server_info?config_format=json"
     hides = {path: 1, "/server_info": 1}
-    with serving("sglang", info={"simulate_acc_len": 3}, hides=hides) as server, pytest.raises(AcceptanceForged):
+    with speculating("sglang", info={"simulate_acc_len": 3}, hides=hides) as server, pytest.raises(AcceptanceForged):
         measure_server(server.url, SUITE, *WISH)
-    with serving("vllm", hides={path: 99}) as server, pytest.raises(ConnectionBroken) as broken:
+    with speculating("vllm", hides={path: 99}) as server, pytest.raises(ConnectionBroken) as broken:
         measure_server(server.url, SUITE, *WISH)
     assert broken.value.where.endswith(path)
 
 
 def test_a_version_that_cannot_be_read_is_not_one_that_is_not_told():
-    with serving("vllm", hides={"/version": 99}) as server, pytest.raises(ConnectionBroken, match="does not answer"):
+    with (
+        speculating("vllm", hides={"/version": 99}) as server,
+        pytest.raises(ConnectionBroken, match="does not answer"),
+    ):
         measure_server(server.url, SUITE, *WISH)

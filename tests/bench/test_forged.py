@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.spec_server import K, serving
+from support.loopback import K, speculating
 
 from kconv.bench.acceptance import AcceptanceRow
 from kconv.bench.forged import check_counts
@@ -27,7 +27,7 @@ def _impatient(monkeypatch):
 
 
 def measure(engine: str, **how) -> tuple[AcceptanceRow, ...]:
-    with serving(engine, **how) as server:
+    with speculating(engine, **how) as server:
         return measure_server(server.url, SUITE, *RUN).rows
 
 

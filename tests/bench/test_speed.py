@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.spec_server import K, serving
+from support.loopback import K, speculating
 
 from kconv.bench.measure import ServedHead, measure_server
 from kconv.bench.options import MeasureOptions
@@ -58,7 +58,7 @@ def test_a_speed_up_is_paired_by_prompt_and_of_its_own_concurrency():
 
 
 def test_a_server_is_measured_with_and_without_its_draft():
-    with serving("vllm", pause=0.0005) as server, serving("plain", pause=0.002) as plain:
+    with speculating("vllm", pause=0.0005) as server, speculating("plain", pause=0.002) as plain:
         run = ServedHead(draft_tokens=K, name="h"), MeasureOptions(baseline_url=plain.url, speed_at=(1, 3))
         found = measure_server(server.url, SUITE, *run)
     assert [speed.concurrency for speed in found.speeds] == [1, 3]
@@ -71,19 +71,22 @@ def test_a_server_is_measured_with_and_without_its_draft():
 
 
 def test_a_server_that_fails_within_its_answer_is_quoted():
-    with serving("vllm", dies={"error": {"message": "EngineCore died", "code": 500}}) as server:
+    with speculating("vllm", dies={"error": {"message": "EngineCore died", "code": 500}}) as server:
         connected = client.connect(server.url, None, {}, 5.0)
         with pytest.raises(EngineFailed, match=r"stopped its answer: .*EngineCore died"):
             measure_loads(connected, PROMPTS, (1,), 4, 0.0)
 
 
 def test_fewer_prompts_than_the_concurrency_are_no_load():
-    with serving("vllm") as server, pytest.raises(EngineFailed, match="6 prompts are too few for a concurrency of 8"):
+    with (
+        speculating("vllm") as server,
+        pytest.raises(EngineFailed, match="6 prompts are too few for a concurrency of 8"),
+    ):
         measure_loads(client.connect(server.url, None, {}, 5.0), PROMPTS, (8,), 4, 0.0)
 
 
 def test_a_load_with_a_broken_connection_is_put_again():
-    with serving("vllm", breaks={2: "before", 15: "after"}) as server:
+    with speculating("vllm", breaks={2: "before", 15: "after"}) as server:
         loads = measure_loads(Client(server.url, "tiny"), PROMPTS, [2], 8, 0.0)
         # One load to warm up and one to measure, each of them twice.
         assert server.sent == 4 * len(PROMPTS)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from support.heads import MLA, random_slots, write_head
-from support.spec_server import serving
+from support.loopback import speculating
 
 from kconv.bench.acceptance import read_acceptance
 from kconv.cli import main
@@ -45,7 +45,7 @@ def run(*arguments: object) -> Result:
 def test_a_server_is_measured_and_the_key_is_whole(suite, tmp_path):
     head = write_head(tmp_path / "head", by_name("vllm"), MLA, random_slots(MLA))
     out = tmp_path / "out" / "acceptance.json"
-    with serving("vllm") as server:
+    with speculating("vllm") as server:
         result = run(
             "--url", server.url + "/v1", "--head", head, "--suite", suite, "--out", out, "--precision", "NVFP4",
             "--target-name", "moonshotai/Kimi-K2.6", "--reasoning", "off", "--max-tokens", 200,
@@ -66,7 +66,7 @@ def test_a_server_is_measured_and_the_key_is_whole(suite, tmp_path):
 
 def test_what_is_printed_as_json_is_the_file(suite, tmp_path):
     out = tmp_path / "acceptance.json"
-    with serving("sglang") as server:
+    with speculating("sglang") as server:
         result = run("--url", server.url, "--head", tmp_path, "--suite", suite, "--out", out, "--categories", "math",
                      "--json")  # fmt: skip
     assert result.stdout == out.read_text()
@@ -94,7 +94,7 @@ def test_a_head_is_measured_without_a_server(tiny_target, suite, tmp_path):
 
 def test_a_fault_leaves_no_file(suite, tmp_path):
     out = tmp_path / "acceptance.json"
-    with serving(None) as server:
+    with speculating(None) as server:
         result = run("--url", server.url, "--head", tmp_path, "--suite", suite, "--out", out)
     assert result.exit_code == 1 and "does not count" in result.stderr
     assert not out.exists()

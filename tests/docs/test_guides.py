@@ -22,11 +22,9 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 from support.commands import command_lines
 from support.hub import hub
-from support.loopback import serving
+from support.loopback import SpecServer, serving, speculating
 from support.quantized_targets import make_form
 from support.releases import TEXTS
-from support.spec_server import SpecServer
-from support.spec_server import serving as speculating
 
 from kconv.cli import main
 from kconv.targets.forward import run_target

@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 
 import pytest
-from support.spec_server import K, SpecServer
+from support.loopback import K, SpecServer
 
 from kconv.engines.trtllm import ENGINE
 

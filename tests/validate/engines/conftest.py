@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.counting import NEW_TOKENS, PROMPT_TOKENS, SPEC, STEPS
 from support.heads import random_slots, write_head
+from support.loopback import K
 from support.loopback import stand_in as stand_in
 
 from kconv.checkpoint.folder import open_checkpoint
@@ -18,6 +18,7 @@ from kconv.checkpoint.source import Folder
 from kconv.convert.execute import execute
 from kconv.convert.plan import plan
 from kconv.convert.read import Head, read_head
+from kconv.drafters.spec import Gqa, HeadSpec, Rope
 from kconv.engines import MODELOPT, TRTLLM, by_name
 from kconv.measure.held_out import encode_held_out
 from kconv.targets.forward import generate_greedy
@@ -27,6 +28,12 @@ from kconv.tiny.text import read_corpus
 from kconv.validate.engines.check import EngineFound, check_engine
 from kconv.validate.engines.simulate import simulate
 from kconv.validate.options import PYTHON, ValidateOptions
+
+SPEC = HeadSpec(
+    attention=Gqa(4, kv_heads=2, head_dim=16), hidden=64, target_hidden=64, intermediate=96, layers=1, vocab=512,
+    draft_vocab=2, rope=Rope(1e4), captured=(1, 3, 5), eps=1e-5, dtype="F32", max_positions=512,
+)  # fmt: skip
+PROMPT_TOKENS, NEW_TOKENS = 12, 10
 
 
 @pytest.fixture(scope="session")
@@ -48,7 +55,7 @@ def own(tiny_target, model, prompts) -> tuple[list[list[int]], list[list[int]]]:
     tokenizer = load_tokenizer(tiny_target)
     rows = [json.loads(line)["prompt"] for line in prompts.read_text().splitlines()]
     ids = [tokenizer.encode(row)[:PROMPT_TOKENS] for row in rows]
-    return ids, generate_greedy(model, ids, NEW_TOKENS + STEPS - 1)
+    return ids, generate_greedy(model, ids, NEW_TOKENS + K - 1)
 
 
 @pytest.fixture(scope="session")
@@ -67,7 +74,7 @@ def head(own, tmp_path_factory) -> Head:
 def known(tiny_target, model, head, own):
     """Return the prompts' ids, the target's continuations, and what kconv's chain accepts on them."""
     ids, rows = own
-    expected = simulate(head, model, tiny_target, ids, rows, STEPS)
+    expected = simulate(head, model, tiny_target, ids, rows, K)
     assert sum(expected.accepted) > 3
     return ids, rows, expected
 
@@ -80,7 +87,7 @@ def check(tiny_target, prompts, head, monkeypatch) -> Callable[..., EngineFound]
     held_out = encode_held_out(str(prompts), target, PROMPT_TOKENS)
 
     def check(**how) -> EngineFound:
-        sizes = {"draft_tokens": STEPS, "prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS}
+        sizes = {"draft_tokens": K, "prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS}
         options = ValidateOptions(**{"engine": "vllm"} | sizes | how)
         return check_engine(head, options, target, held_out, lambda _: None)
 

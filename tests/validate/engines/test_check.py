@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.counting import STEPS, metrics
+from support.loopback import K, vllm_counters
 
 from kconv.measure.figures import EngineFigures
 from kconv.validate.engines.check import WITHOUT
@@ -66,8 +66,8 @@ def play(tmp_path, known, monkeypatch) -> Callable[..., Path]:
         table = {
             "rows": {" ".join(map(str, prompt)): row for prompt, row in zip(ids, own, strict=True)},
             # A server need not have been started a moment ago.
-            "before": metrics(0, (0,) * STEPS, base=7),
-            "after": metrics(expected.drafts, (places[0] - fewer, *places[1:]), base=7),
+            "before": vllm_counters(0, (0,) * K, base=7),
+            "after": vllm_counters(expected.drafts, (places[0] - fewer, *places[1:]), base=7),
             "wrong": wrong,
             "log": str(tmp_path / "starts"),
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from support.counting import NEW_TOKENS, STEPS, metrics
+from support.loopback import K, vllm_counters
 
 from kconv.errors import CountersMissing, DefinitionsMixed, EngineFailed
 from kconv.measure.figures import EngineFigures
@@ -13,6 +13,9 @@ from kconv.serving.client import ONE_TOKEN
 from kconv.targets.tokenizer import load_tokenizer
 from kconv.validate.engines.check import FORWARD
 from kconv.validate.engines.judge import COUNTS, OUTPUT, UNREACHED, judge
+
+# As the head is asked in conftest.py.
+NEW_TOKENS = 10
 
 
 @pytest.fixture
@@ -69,7 +72,7 @@ def trtllm(drafted: int, accepted: int) -> str:
 def test_a_vllm_that_is_reached_is_held_against_the_targets_own_forward(check, server, known):
     expected = known[2]
     places = tuple(int(count) for count in expected.accepted)
-    url = server("vllm", metrics(0, (0, 0, 0), base=3), metrics(expected.drafts, places, base=3))
+    url = server("vllm", vllm_counters(0, (0, 0, 0), base=3), vllm_counters(expected.drafts, places, base=3))
     found = check(url=url, engine=None)
     assert found.findings == ()
     assert (found.figures.url, found.figures.reference, found.figures.same_output) == (url, FORWARD, 5)
@@ -82,7 +85,7 @@ def test_sglang_and_tensorrt_llm_are_read_by_their_own_counters(check, server, k
     pages = {
         # It counts the five answers' tokens, and not what their limit cuts off.
         "sglang": (sglang(4, 20, 2), sglang(4 + drafts, 20 + 5 * NEW_TOKENS, 2 + 5)),
-        "trtllm": (trtllm(30, 9), trtllm(30 + STEPS * drafts, 9 + accepted)),
+        "trtllm": (trtllm(30, 9), trtllm(30 + K * drafts, 9 + accepted)),
     }
     cut = 5 * (NEW_TOKENS - 1) - drafts
     assert cut < accepted
@@ -103,7 +106,7 @@ def test_sglang_and_tensorrt_llm_are_read_by_their_own_counters(check, server, k
 def test_a_reached_server_that_differs_is_a_warning(check, server, known):
     """Its dtype may decide a near tie otherwise; only the user can tell."""
     expected = known[2]
-    url = server("trtllm", trtllm(0, 0), trtllm(STEPS * expected.drafts, 1), wrong=True)
+    url = server("trtllm", trtllm(0, 0), trtllm(K * expected.drafts, 1), wrong=True)
     found = check(url=url, engine=None)
     assert [(f.rule, f.severity, f.engines) for f in found.findings] == [
         (OUTPUT, "warning", ("trtllm",)),
@@ -124,7 +127,7 @@ def test_what_cannot_be_asked_is_told(check, server, known):
 def test_another_number_of_drafted_tokens_is_told(check, server, stand_in, known):
     expected = known[2]
     places = (*(int(count) for count in expected.accepted), 0)
-    url = server("vllm", metrics(0, (0,) * len(places)), metrics(expected.drafts, places))
+    url = server("vllm", vllm_counters(0, (0,) * len(places)), vllm_counters(expected.drafts, places))
     with pytest.raises(DefinitionsMixed, match=r"4 positions .* K is 3"):
         check(url=url)
     url = server("sglang", sglang(0, 0, 0), sglang(1, 3, 1))
@@ -136,7 +139,7 @@ def test_another_number_of_drafted_tokens_is_told(check, server, stand_in, known
 def test_a_server_that_drafts_nothing_is_told(check, server):
     with pytest.raises(CountersMissing, match="nothing was drafted"):
         check(url=server("trtllm", trtllm(0, 0), trtllm(0, 0)), engine=None)
-    nothing = metrics(0, (0, 0, 0))
+    nothing = vllm_counters(0, (0, 0, 0))
     with pytest.raises(CountersMissing, match="nothing was drafted"):
         check(url=server("vllm", nothing, nothing))
 
@@ -148,7 +151,7 @@ def test_sglang_tells_of_each_request_what_its_counters_cut(check, server, stand
     whole = [expected.drafts, *places]
     url = server("sglang", sglang(0, 0, 0), sglang(9, 99, 9))
     stand_in.answers["/server_info"] = (200, "{}")
-    histograms = [[0] * (STEPS + 1)] * (len(ids) - 1)
+    histograms = [[0] * (K + 1)] * (len(ids) - 1)
     histograms.append([more - less for more, less in zip(whole, [*places, 0], strict=True)])
 
     def generate(body):
