@@ -1,7 +1,7 @@
 """A stand-in for the Hugging Face Hub on loopback, for huggingface_hub's own client.
 
-It shows what the client does, and nothing of what the real Hub would refuse. The routes are tables: `hub_read.READ`
-is what a reader needs, `hub_write.WRITE` what a writer does.
+It shows what the client does, and nothing of what the real Hub would refuse. The routes are tables: `hub_routes.READ`
+is what a reader needs, `WRITE` what a writer does.
 """
 
 from __future__ import annotations
