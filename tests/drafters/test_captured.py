@@ -1,9 +1,12 @@
 """The two conventions of captured layers: every row of the table that decides which one a config speaks."""
 
+import ast
+from importlib.util import find_spec
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.modelopt import default_aux_layers
 
 from kconv.checkpoint.manifest import Hints
 from kconv.drafters.captured import decide
@@ -226,6 +229,23 @@ def test_the_default_of_any_depth_is_ambiguous_as_inputs_and_plain_as_outputs(la
     assert list(decide(config(nested=outputs, **MARKS), Hints()).ids) == outputs
     assert list(decide(config(inputs), Hints()).ids) == outputs
     assert list(decide(config(), Hints(target_layers=layers)).ids) == outputs
+
+
+def default_aux_layers(layers: int) -> set[int]:
+    """Return what ModelOpt's default_eagle_aux_layer_ids says for a target of so many layers."""
+    # By path: importing all of it takes ten seconds.
+    spec = find_spec("modelopt")
+    assert spec is not None and spec.submodule_search_locations
+    plugins = Path(spec.submodule_search_locations[0], "torch", "speculative", "plugins")
+    source = (plugins / "hf_eagle.py").read_text()
+    (function,) = (
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef) and node.name == "default_eagle_aux_layer_ids"
+    )
+    scope: dict = {}
+    exec(compile(ast.Module([function], []), "hf_eagle.py", "exec"), scope)
+    return set(scope["default_eagle_aux_layer_ids"](layers))
 
 
 def test_the_default_is_modelopts():

@@ -1,11 +1,15 @@
 """Layouts: their names are ModelOpt's and transformers' own, and a layout is known by its marks."""
 
+import importlib
+import sys
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from support.configs import KIMI_MHA, KIMI_MLA, MODELOPT_KIMIK2, MODELOPT_LLAMA, TORCHSPEC_MLA
 from support.heads import GQA, MLA, PORTABLE
-from support.modelopt import check_exported_names
 
 from kconv.drafters.eagle3 import EAGLE3
 from kconv.drafters.slots import needs
@@ -21,6 +25,24 @@ NOT_EXPORTED = {"embed_tokens.weight", "t2d"}
 
 def exported(spec):
     return stored(MODELOPT, spec).keys() - NOT_EXPORTED
+
+
+def check_exported_names(kind: str, layers: int, names: set[str]) -> None:
+    """Run ModelOpt's exporter's own check over tensor names; it raises AssertionError.
+
+    Args:
+        kind: "llama" or "kimik2".
+        layers: number of decoder layers.
+        names: tensor names, as exported.
+    """
+    # By path: importing all of it takes ten seconds.
+    spec = find_spec("modelopt")
+    assert spec is not None and spec.submodule_search_locations
+    package = sys.modules.setdefault("modelopt_export_plugins", ModuleType("modelopt_export_plugins"))
+    package.__path__ = [str(Path(spec.submodule_search_locations[0], "torch", "export", "plugins"))]
+    exporter = importlib.import_module("modelopt_export_plugins.hf_spec_export").EagleExporter
+    eagle = SimpleNamespace(eagle_decoder_type=kind, num_hidden_layers=layers, use_aux_hidden_state=True)
+    exporter(SimpleNamespace(eagle_config=eagle))._check_valid_sd(dict.fromkeys(names))
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
