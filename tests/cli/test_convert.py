@@ -10,8 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
-from support.configs import MODELOPT_LLAMA, TORCHSPEC_MLA, cut
-from support.heads import GQA, MLA, random_slots, read_bytes, write_head
+from support.heads import GQA, MLA, MODELOPT_LLAMA, TORCHSPEC_MLA, cut, random_slots, read_bytes, write_head
 
 from kconv.checkpoint.manifest import Manifest
 from kconv.cli import main

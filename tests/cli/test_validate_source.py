@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from support.commands import NAMES, ran
-from support.configs import MODELOPT_LLAMA, TORCHSPEC_MLA, cut
-from support.heads import GQA, MLA, TARGET, random_slots, write_head
+from support.heads import GQA, MLA, MODELOPT_LLAMA, TARGET, TORCHSPEC_MLA, cut, random_slots, write_head
 
 from kconv.checkpoint.bytes import file_digest
 from kconv.checkpoint.manifest import Hints, read_manifest

@@ -5,16 +5,18 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
-from support.configs import (
+from support.heads import (
+    GQA,
     KIMI_MHA,
     KIMI_MLA,
+    MLA,
     MODELOPT_KIMIK2,
     MODELOPT_LLAMA,
+    PORTABLE,
     TORCHSPEC_MHA,
     TORCHSPEC_MLA,
     read,
 )
-from support.heads import GQA, MLA, PORTABLE
 from support.strategies import portable_specs
 from transformers import DeepseekV3Config, LlamaConfig
 

@@ -4,8 +4,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from support.configs import MODELOPT_KIMIK2, MODELOPT_LLAMA, TORCHSPEC_MLA, read, written
-from support.heads import GQA, MLA
+from support.heads import GQA, MLA, MODELOPT_KIMIK2, MODELOPT_LLAMA, TORCHSPEC_MLA, read, written
 
 from kconv.convert.config import carry
 from kconv.drafters.spec import Gqa, Norms

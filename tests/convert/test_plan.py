@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.configs import MODELOPT_LLAMA, cut, written
-from support.heads import GQA, MLA, PORTABLE, random_slots, write_head
+from support.heads import GQA, MLA, MODELOPT_LLAMA, PORTABLE, cut, random_slots, write_head, written
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.computed import from_values

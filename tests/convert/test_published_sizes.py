@@ -4,8 +4,7 @@ import json
 
 import pytest
 from click.testing import CliRunner
-from support.configs import KIMI_MHA, KIMI_MLA, MODELOPT_KIMIK2, TORCHSPEC_MHA, TORCHSPEC_MLA
-from support.heads import write_sparse
+from support.heads import KIMI_MHA, KIMI_MLA, MODELOPT_KIMIK2, TORCHSPEC_MHA, TORCHSPEC_MLA, write_sparse
 
 from kconv.cli import main
 from kconv.engines import BY_NAME

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.configs import MODELOPT_KIMIK2, cut
-from support.heads import GQA, MLA, PORTABLE, random_slots, write_head
+from support.heads import GQA, MLA, MODELOPT_KIMIK2, PORTABLE, cut, random_slots, write_head
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import Hints

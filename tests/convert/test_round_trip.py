@@ -4,8 +4,17 @@ import json
 from dataclasses import replace
 
 import pytest
-from support.configs import MODELOPT_KIMIK2, MODELOPT_LLAMA, TORCHSPEC_MLA, cut
-from support.heads import GQA, MLA, random_slots, read_bytes, write_head
+from support.heads import (
+    GQA,
+    MLA,
+    MODELOPT_KIMIK2,
+    MODELOPT_LLAMA,
+    TORCHSPEC_MLA,
+    cut,
+    random_slots,
+    read_bytes,
+    write_head,
+)
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import MANIFEST, Hints, verify

@@ -9,8 +9,8 @@ import pytest
 import torch
 from bench_parts import sizes
 from docs_parts.sizes import HEADS
-from support.configs import KIMI_MHA, KIMI_MLA
 from support.good_heads import LATENT_QUANTIZABLE, QUANTIZABLE
+from support.heads import KIMI_MHA, KIMI_MLA
 
 from kconv.quantize.head.formats import FORMATS
 

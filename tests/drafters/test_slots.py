@@ -6,8 +6,7 @@ from math import prod
 import pytest
 import torch
 from hypothesis import given, settings
-from support.configs import KIMI_MHA, KIMI_MLA
-from support.heads import GQA, MHA, MLA
+from support.heads import GQA, KIMI_MHA, KIMI_MLA, MHA, MLA
 from support.strategies import portable_specs
 from transformers import DeepseekV3Config, LlamaConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer

@@ -8,8 +8,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from support.configs import KIMI_MHA, KIMI_MLA, MODELOPT_KIMIK2, MODELOPT_LLAMA, TORCHSPEC_MLA
-from support.heads import GQA, MLA, PORTABLE
+from support.heads import GQA, KIMI_MHA, KIMI_MLA, MLA, MODELOPT_KIMIK2, MODELOPT_LLAMA, PORTABLE, TORCHSPEC_MLA
 
 from kconv.drafters.eagle3 import EAGLE3
 from kconv.drafters.slots import needs

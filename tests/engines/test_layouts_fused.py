@@ -3,7 +3,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.configs import TORCHSPEC_MLA, cut
+from support.heads import TORCHSPEC_MLA, cut
 from support.published import GQA_PARTS, LLAMA, LM_HEAD, MLA, NVIDIA, OUTSIDE, fill, layer, without, write
 
 from kconv.checkpoint.manifest import Hints

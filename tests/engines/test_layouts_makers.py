@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.configs import MODELOPT_KIMIK2, MODELOPT_LLAMA, TORCHSPEC_MHA, TORCHSPEC_MLA, cut
+from support.heads import MODELOPT_KIMIK2, MODELOPT_LLAMA, TORCHSPEC_MHA, TORCHSPEC_MLA, cut
 from support.published import (
     EMBED,
     GQA,

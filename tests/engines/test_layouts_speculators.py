@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from support.configs import MODELOPT_LLAMA, cut
-from support.heads import random_slots, write_head
+from support.heads import MODELOPT_LLAMA, cut, random_slots, write_head
 from support.published import EMBED, GQA, GQA_PARTS, LLAMA, LM_HEAD, OUTSIDE, fill, layer, maps, without, write
 
 from kconv.checkpoint.folder import open_checkpoint

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.configs import TORCHSPEC_MLA, cut
-from support.heads import MLA, TARGET, random_slots, write_head
+from support.heads import MLA, TARGET, TORCHSPEC_MLA, cut, random_slots, write_head
 from support.releases import carry_out, planned, ran
 
 from kconv.checkpoint.folder import open_checkpoint

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from support import heads
-from support.configs import MODELOPT_KIMIK2, MODELOPT_LLAMA, TORCHSPEC_MHA, TORCHSPEC_MLA, cut
+from support.heads import MODELOPT_KIMIK2, MODELOPT_LLAMA, TORCHSPEC_MHA, TORCHSPEC_MLA, cut
 
 from kconv.checkpoint.folder import Checkpoint, open_checkpoint
 

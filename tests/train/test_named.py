@@ -5,8 +5,7 @@ from math import prod
 from pathlib import Path
 
 import pytest
-from support.configs import written
-from support.heads import FITTING_GQA, random_slots, write_head
+from support.heads import FITTING_GQA, random_slots, write_head, written
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.read import read_head

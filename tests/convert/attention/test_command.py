@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from click.testing import CliRunner
-from support.configs import written
-from support.heads import FITTING_GQA, FITTING_MLA, random_slots, write_head
+from support.heads import FITTING_GQA, FITTING_MLA, random_slots, write_head, written
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import read_manifest, verify
