@@ -31,7 +31,9 @@ HOST = "127.0.0.1"
 SCRIPT = """\
 #!/bin/sh
 # Serves a target with this head: sh {file} {target} [OPTIONS]
-{notes}head=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
+{notes}head=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd) && [ -f "$head/config.json" ] || {{
+  echo "$0 is not in a head's folder: call the file there, by its path" >&2; exit 2
+}}
 case ${{1-}} in
 "" | -*) {otherwise} ;;
 *) target=$1; shift ;;

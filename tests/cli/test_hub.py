@@ -146,6 +146,19 @@ def test_a_target_is_asked_for_its_config_alone(hub, tmp_path):
     assert {s.call.path.rsplit("/", 1)[-1] for s in hub.served if "/resolve/" in s.call.path} == {"config.json"}
 
 
+def test_a_launch_file_knows_a_target_of_the_hub_by_its_id_and_no_folder_of_this_machine(hub, folder, tmp_path):
+    (local := tmp_path / "my-target").mkdir()
+    vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
+    (local / "config.json").write_text(json.dumps(TARGET | {"vocab_size": vocab}))
+    (local / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    hub.commit("org/target", local)
+    for name, target in (("hub", "org/target@main"), ("folder", local)):
+        succeed("to-vllm", folder, tmp_path / name, "--target", target)
+    assert "target=org/target ;;" in (tmp_path / "hub" / "serve-vllm.sh").read_text()
+    written = (tmp_path / "folder" / "serve-vllm.sh").read_text()
+    assert str(tmp_path) not in written and "usage: " in written
+
+
 def test_of_a_target_the_vocabulary_alone_is_downloaded(hub, tiny_target, tmp_path):
     config = json.loads((tiny_target / "config.json").read_text())
     dims = {"vocab": config["vocab_size"], "draft_vocab": config["vocab_size"]}

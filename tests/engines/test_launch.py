@@ -78,6 +78,7 @@ def test_a_launch_file_names_a_head_and_a_target_of_any_name(name, tmp_path):
     files = launch_files(MLA, "portable", served)
     # A shell takes a newline from a path's end.
     (head := tmp_path / name.replace("/", "-").rstrip("\n")).mkdir()
+    (head / "config.json").touch()
     for file, (start, option) in STARTS.items():
         (head / file).write_text(files[file])
         for given in ((), ("--port", name)):
@@ -98,6 +99,7 @@ def test_a_launch_file_names_a_head_and_a_target_of_any_name(name, tmp_path):
 
 @pytest.mark.parametrize("file", STARTS)
 def test_a_launch_file_takes_the_target_and_further_options_as_arguments(file, tmp_path):
+    (tmp_path / "config.json").touch()
     script = launch_files(MLA, "portable")[file]
     (call,) = ran(script, tmp_path, tmp_path / file, "my target", "--port", "9000")
     assert "my target" in call and call[-2:] == ["--port", "9000"] and TARGET not in call
@@ -105,9 +107,15 @@ def test_a_launch_file_takes_the_target_and_further_options_as_arguments(file, t
     for given, target in (((), "org/target"), (("--port", "9000"), "org/target"), (("another",), "another")):
         (call,) = ran(known, tmp_path, tmp_path / file, *given)
         assert target in call and ("another" in call) == ("another" in given)
+    # Nor without a head: a link to the file, or a shell that reads it, is not in its folder.
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    lost = subprocess.run(["sh", "-c", script, str(elsewhere / file), "my target"], capture_output=True, text=True)
+    assert lost.returncode == 2 and lost.stderr == f"{elsewhere / file} is not in a head's folder: " + (
+        "call the file there, by its path\n"
+    )
     # Without a target nothing is started.
     for given in ((), ("--port", "9000"), ("",)):
-        done = subprocess.run(["sh", "-c", script, file, *given], capture_output=True, text=True)
+        done = subprocess.run(["sh", "-c", script, file, *given], cwd=tmp_path, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (
             2, f"usage: sh {file} TARGET [OPTIONS]; TARGET is a folder or an id on the Hub\n",
         )  # fmt: skip
