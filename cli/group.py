@@ -231,23 +231,32 @@ def _usage(ctx: click.Context) -> Iterator[None]:
     try:
         yield
     except click.UsageError as error:
-        if ctx.meta[AS_JSON]:
-            from .show import print_json
-
-            path = (error.ctx or ctx).command_path
-            print_json(RequestInvalid(error.format_message(), where=path, fix=f"See {path} --help.").as_json())
-        raise
+        if not ctx.meta[AS_JSON]:
+            raise
+        error.show()
+        path, fault = (error.ctx or ctx).command_path, error.__cause__
+        if not isinstance(fault, RequestInvalid):
+            fault = RequestInvalid(error.format_message(), where=path, fix=f"See {path} --help.")
+        _print_json(fault)
+        sys.exit(error.exit_code)
 
 
 def _end_with(fault: KconvError, as_json: bool = False) -> NoReturn:
     """Print an error, also on stdout as JSON if the command prints that, and exit."""
-    if as_json:
-        from .show import print_json
-
-        print_json(fault.as_json())
     click.secho("error: ", fg="red", bold=True, err=True, nl=False)
     echo(fault, err=True)
+    if as_json:
+        _print_json(fault)
     sys.exit(1)
+
+
+def _print_json(fault: KconvError) -> None:
+    from .show import print_json
+
+    try:
+        print_json(fault.as_json())
+    except OSError:  # stderr has it
+        _forget_stdout()
 
 
 def _forget_stdout() -> None:
