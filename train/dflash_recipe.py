@@ -11,7 +11,7 @@ from ..drafters.dflash_captured import guessed
 from ..drafters.spec import Gqa, Rope
 from ..errors import RecipeInvalid
 from ..targets.config import TargetConfig
-from .drafter_recipe import DrafterRecipe, Unfit, Where, fewer_kv_heads, target_theta
+from .drafter_recipe import DrafterRecipe, Unfit, Where, fewer_kv_heads, target_theta, wrong_heads
 
 # Of the drafter: ModelOpt's default.
 LAYERS = 5
@@ -46,6 +46,7 @@ class BlockRecipe(DrafterRecipe):
 
     def wrong(self) -> Iterator[tuple[str, str]]:
         yield from super().wrong()
+        yield from wrong_heads(self.attention)
         if self.block > 0 and self.seq % self.block:
             yield "seq", f"seq is {self.seq}, which is no multiple of block, {self.block}"
         if self.draft_steps < 1:
@@ -113,6 +114,13 @@ class BlockRecipe(DrafterRecipe):
                 where=where(("layers",)),
                 fix="Set layers to the number of the drafter's layers, or captured to as many layers of the target.",
             )
+        captured = guessed(target.layers, layers)
+        if "captured" not in stated and list(captured) != sorted(set(captured)):
+            raise RecipeInvalid(
+                f"the drafter would have {layers} layers, each for another of the target's, which has {target.layers}",
+                where=where(("layers",)),
+                fix="Set layers to fewer, or name the target's layers with captured.",
+            )
         if "mask" not in stated:
             raise RecipeInvalid(
                 "the recipe has no mask, the token in all slots of a block but the first",
@@ -129,7 +137,7 @@ class BlockRecipe(DrafterRecipe):
             "attention": attention,
             "intermediate": target.text.get("intermediate_size"),
             "eps": target.text.get("rms_norm_eps", 1e-6),
-            "captured": list(guessed(target.layers, layers)),
+            "captured": list(captured),
             "rope": {"theta": target_theta(target)},
         }
 

@@ -11,7 +11,7 @@ from pydantic import ConfigDict
 
 from ..drafters.base import Spec
 from ..drafters.rope_keys import read_rope
-from ..drafters.spec import Rope
+from ..drafters.spec import Gqa, Rope
 from ..targets.config import TargetConfig
 
 Where = Callable[[Sequence[str | int]], str]
@@ -160,6 +160,15 @@ def target_theta(target: TargetConfig) -> float:
     parameters = target.rope.get("rope_parameters")
     nested = parameters.get("rope_theta") if isinstance(parameters, dict) else None
     return read_rope({"rope_theta": target.rope.get("rope_theta", nested)}).theta
+
+
+def wrong_heads(attention: Gqa) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with the dims of grouped heads."""
+    heads, kv_heads, dims = attention.heads, attention.kv_heads, attention.head_dim
+    if min(heads, kv_heads) < 1 or heads % kv_heads:
+        yield "attention", f"attention has {heads} heads and {kv_heads} kv_heads, which is no whole number of groups"
+    if dims < 2 or dims % 2:
+        yield "attention", f"attention's head_dim is {dims}, but RoPE rotates pairs"
 
 
 def fewer_kv_heads(heads: int) -> int:

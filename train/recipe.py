@@ -21,7 +21,7 @@ from ..drafters.spec import Gqa, HeadSpec, Linear, Llama3, Mla, Norms, Rope, Tok
 from ..errors import RecipeInvalid
 from ..targets.config import TargetConfig
 from .dflash_recipe import DFlashRecipe, DSparkRecipe
-from .drafter_recipe import DrafterRecipe, Unfit, Where, fewer_kv_heads, target_theta
+from .drafter_recipe import DrafterRecipe, Unfit, Where, fewer_kv_heads, target_theta, wrong_heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +101,10 @@ class EagleRecipe(DrafterRecipe):
         if self.decoder_layer == "stock" and isinstance(self.attention, Mla):
             reason = "ModelOpt downloads its own from the Hub, and transformers 5 cannot import it"
             yield "decoder_layer", f"decoder_layer is stock, but the attention is MLA: {reason}"
-        if isinstance(self.attention, Gqa) and self.attention.bias:
-            yield "attention", "attention.bias is true, but engines drop the bias of o_proj"
+        if isinstance(self.attention, Gqa):
+            yield from wrong_heads(self.attention)
+            if self.attention.bias:
+                yield "attention", "attention.bias is true, but engines drop the bias of o_proj"
 
     def unfit(self, layers: int, vocab: int) -> Iterator[Unfit]:
         yield from super().unfit(layers, vocab)
@@ -264,7 +266,7 @@ def _find_wrong(kind: type[DrafterRecipe], found: Sequence[Any]) -> Wrong:
     if first["type"] != "unexpected_keyword_argument":
         return wrong_value(first, place)
     tag = next((part for part in reversed(first["loc"]) if part in CHOICES), None)
-    model = CHOICES[str(tag)] if tag else Rope if place[:-1] else kind
+    model = CHOICES[str(tag)] if tag else {"attention": Gqa, "rope": Rope}.get(str(place[0]), kind)
     return no_such_key(place, [field.name for field in fields(model)])
 
 
