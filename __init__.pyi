@@ -363,7 +363,7 @@ def bench(
         categories: Only these categories of the suite.
         limit: Use only N prompts of each category.
         out: The acceptance.json to write.
-        draft_tokens: Draft tokens per step (K), as served; without --url also a range. Without it 3, or a whole block.
+        draft_tokens: Draft tokens per step (K), as served; without --url also a range. By default 3, or a block.
         engine: Start this engine to serve --target with --head.
         engine_python: Python of the engine's environment (see scripts/engine-env).
         ready_seconds: Seconds that a started engine may take to be ready.

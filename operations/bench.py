@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # The engine tests and `validate` use it too.
 PYTHON = "KCONV_ENGINE_PYTHON"
 TREE = re.compile(r"topk=([1-9]\d*),nodes=([1-9]\d*)")
-MOST = 16  # K
+MOST = 32  # K
 TOO_LARGE = "Serve it, and measure it there (--url)."
 CHAT_TOKENS = 64  # tokens that a chat template adds to a turn
 # Options that the other way of measuring would ignore.
@@ -85,7 +85,7 @@ class Bench(Reading, MeasureOptions):
     out: Name = option(..., "The acceptance.json to write.", kind="output")
     draft_tokens: Annotated[tuple[int, ...], BeforeValidator(_lengths)] | None = option(
         None,
-        "Draft tokens per step (K), as served; without --url also a range. Without it 3, or a whole block.",
+        "Draft tokens per step (K), as served; without --url also a range. By default 3, or a block.",
         kind="list", metavar="K|A-B",
     )  # fmt: skip
     engine: str | None = option(None, "Start this engine to serve --target with --head.", metavar="ENGINE")

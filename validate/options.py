@@ -38,7 +38,7 @@ class ValidateOptions(StrictModel):
         kind="file", metavar="FILE|SUITE@COMMIT",
     )  # fmt: skip
     states: Name | None = option(None, "Output of kconv states, instead of --prompts.", kind="file")
-    draft_tokens: Annotated[int, Field(ge=1, le=16)] | None = option(
+    draft_tokens: Annotated[int, Field(ge=1, le=32)] | None = option(
         None, "Draft tokens per step (K). Without it 3, or a whole block.", metavar="K"
     )
     prompt_tokens: Count = option(32, "Cut prompts to N tokens.", metavar="N")
