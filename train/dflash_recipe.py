@@ -11,7 +11,7 @@ from ..drafters.dflash_captured import guessed
 from ..drafters.spec import Gqa, Rope
 from ..errors import RecipeInvalid
 from ..targets.config import TargetConfig
-from .drafter_recipe import DrafterRecipe, Unfit, Where, fewer_kv_heads, target_theta, wrong_heads
+from .drafter_recipe import DrafterRecipe, Unfit, Where, fewer_kv_heads, refuse_unlike, target_theta, wrong_heads
 
 # Of the drafter: ModelOpt's default.
 LAYERS = 5
@@ -85,11 +85,7 @@ class BlockRecipe(DrafterRecipe):
             "a vocabulary of its own": spec.draft_vocab != spec.vocab,
             "no layer for each captured layer": spec.layers != len(spec.captured),
         }
-        if any(unlike.values()):
-            raise RecipeInvalid(
-                f"ModelOpt cannot continue this head: it has {', '.join(what for what, has in unlike.items() if has)}",
-                fix="Continue with the trainer that made the head.",
-            )
+        refuse_unlike(unlike)
         return {
             "attention": asdict(spec.attention),
             "intermediate": spec.intermediate,

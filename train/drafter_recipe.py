@@ -12,6 +12,7 @@ from pydantic import ConfigDict
 from ..drafters.base import Spec
 from ..drafters.rope_keys import read_rope
 from ..drafters.spec import Gqa, Rope
+from ..errors import RecipeInvalid
 from ..targets.config import TargetConfig
 
 Where = Callable[[Sequence[str | int]], str]
@@ -153,6 +154,15 @@ class DrafterRecipe(ABC):
     @abstractmethod
     def of_target(cls, target: TargetConfig, stated: Mapping[str, Any], where: Where) -> dict[str, Any]:
         """Return the keys that follow from the target, and from the stated keys in `SHORT`."""
+
+
+def refuse_unlike(unlike: Mapping[str, bool]) -> None:
+    """Raise RecipeInvalid for a head to continue from that has what ModelOpt's has not."""
+    if any(unlike.values()):
+        raise RecipeInvalid(
+            f"ModelOpt cannot continue this head: it has {', '.join(what for what, has in unlike.items() if has)}",
+            fix="Continue with the trainer that made the head.",
+        )
 
 
 def target_theta(target: TargetConfig) -> float:

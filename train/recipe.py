@@ -21,7 +21,7 @@ from ..drafters.spec import Gqa, HeadSpec, Linear, Llama3, Mla, Norms, Rope, Tok
 from ..errors import RecipeInvalid
 from ..targets.config import TargetConfig
 from .dflash_recipe import DFlashRecipe, DSparkRecipe
-from .drafter_recipe import DrafterRecipe, Unfit, Where, fewer_kv_heads, target_theta, wrong_heads
+from .drafter_recipe import DrafterRecipe, Unfit, Where, fewer_kv_heads, refuse_unlike, target_theta, wrong_heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,11 +123,7 @@ class EagleRecipe(DrafterRecipe):
             "biases": spec.mlp_bias or spec.fc_bias,
             "a different width": spec.hidden != spec.target_hidden,
         }
-        if any(unlike.values()):
-            raise RecipeInvalid(
-                f"ModelOpt cannot continue this head: it has {', '.join(what for what, has in unlike.items() if has)}",
-                fix="Continue with the trainer that made the head.",
-            )
+        refuse_unlike(unlike)
         return {
             "attention": asdict(spec.attention),
             "intermediate": spec.intermediate,
