@@ -796,6 +796,7 @@ def publish(
     revision: str = "",
     create_pr: bool = False,
     expect_parent: str = "",
+    offline: bool = False,
     report: _Path | None = None,
     acceptance: Sequence[_Path] = (),
     facts: _Path | None = None,
@@ -830,6 +831,7 @@ def publish(
         revision: Branch to commit to; main by default.
         create_pr: Open a pull request instead of moving the branch.
         expect_parent: Refuse if the branch is at another commit.
+        offline: Only run the release checks; ask and change nothing on the Hub.
         report: report.json of kconv validate; by default DIR's own.
         acceptance: acceptance.json, repeatable; by default DIR's own.
         facts: The card's facts file; by default the recipe's.

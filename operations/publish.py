@@ -35,25 +35,29 @@ class PublishResult(Result):
 
     Attributes:
         release: the folder, its findings and the allowed checks.
-        made: what was done.
+        made: what was done, or would be; None if the Hub was not asked.
         dry_run: whether nothing was done.
     """
 
     release: ApprovedRelease
-    made: Published
+    made: Published | None
     dry_run: bool = False
 
     def to_json(self) -> Any:
         """Return it as plain values."""
         passed = [{"rule": f.rule, "where": f.where, "found": f.message, "why": a.why} for f, a in self.release.passed]
         findings = [finding.model_dump(mode="json") for finding in self.release.findings]
-        return {"dry_run": self.dry_run} | asdict(self.made) | {"findings": findings, "allowed": passed}
+        checks = {"passed": [check.id for check in self.release.checks], "findings": findings, "allowed": passed}
+        return {"dry_run": self.dry_run} | (asdict(self.made) if self.made else {}) | checks
 
     def lines(self) -> Iterator[Part]:
         """Yield the allowed checks, the files, and what was done."""
         made = self.made
         for finding, allowance in self.release.passed:
             yield f"allowed {finding.rule} {finding.where}: {finding.message} ({allowance.why})"
+        if made is None:
+            yield "every release check passed; the Hub was not asked, and nothing was changed"
+            return
         files = [
             (one.name, f"{one.size:,}", made.files[one.name][:16], "new" if one.name in made.uploaded else "unchanged")
             for one in {file.name: file for file in self.release.files}.values()
@@ -82,6 +86,7 @@ class Publish(Operation, PublishOptions):
 
     EXAMPLES = (
         "kconv publish my-release my-org/my-head --tag v1 --dry-run",
+        "kconv publish my-release my-org/my-head --offline",
         "kconv publish my-release --min-acceptance 2.5 --suite sampled --draft-tokens 3 --min-prompts 80 "
         "--max-loss 0.01",
     )
@@ -94,6 +99,8 @@ class Publish(Operation, PublishOptions):
     def _fits(self) -> Self:
         if self.repo and not REPO.fullmatch(self.repo):
             raise ValueError(f"REPO {self.repo!r} is not of the form org/name")
+        if self.offline:
+            self.refuse("out", unless="without --offline, which publishes nothing")
         if self.min_acceptance is None:
             self.refuse("metric", *ABOUT, *MORE, unless="with --min-acceptance")
         elif lacking := [name for name in ABOUT if getattr(self, name) is None]:
@@ -102,7 +109,7 @@ class Publish(Operation, PublishOptions):
         return self
 
     def run(self, context: Context) -> PublishResult:
-        """Publish the folder.
+        """Publish the folder; with `offline` only run the release checks.
 
         Raises:
             PublishRefused: a release check does not pass, or the repository is not as requested.
@@ -110,7 +117,7 @@ class Publish(Operation, PublishOptions):
             ReadBackFailed: the Hub returns other bytes.
             HubRefused, HubUnreachable: the Hub refuses this account, or cannot be reached.
         """
-        return self._run(context, dry_run=False)
+        return self._run(context, dry_run=self.offline)
 
     def preview(self, context: Context) -> PublishResult:
         """Run the release checks and look at the repository; change nothing."""
@@ -121,14 +128,21 @@ class Publish(Operation, PublishOptions):
 
         folder = context.path(self.folder)
         refuse_absent(folder)
-        from ..cards.publish.run import publish_folder
+        from ..cards.publish.run import approve, preview, publish
 
-        step = None if context.release else self._step(folder)
+        options = self._with(None if context.release else self._step(folder)).located(context)
         with context.status("publishing") as say:
-            release, made = publish_folder(folder, self._with(step).located(context), dry_run=dry_run, say=say)
+            release = approve(folder, options, say)
+            if dry_run:
+                # Before the Hub, which may not answer.
+                for line in _passed(release):
+                    context.log(line)
+            if not self.offline:
+                say("asking the Hub")
+            made = None if self.offline else (preview if dry_run else publish)(release, options, say)
         done = PublishResult(release, made, dry_run)
-        if self.out is not None and not dry_run:
-            _write(done, Path(self.out))
+        if self.out is not None and made and not dry_run:
+            _write(made, Path(self.out))
         return done
 
     def _step(self, folder: Path) -> Publish | None:
@@ -177,10 +191,22 @@ def recorded_steps(folder: Path) -> list[Publish]:
         raise RecipeInvalid(f"{RECIPE} cannot be read: {error.what}", where=file, fix="Correct it there.") from error
 
 
-def _write(done: PublishResult, out: Path) -> None:
+def _passed(release: ApprovedRelease) -> Iterator[str]:
+    """Yield the release checks that passed, and how many they are."""
+    from ..cards.publish.gate import Check
+
+    # A release check's sentence says what holds, a license check's what would be wrong.
+    licenses = [check.id for check in release.checks if not isinstance(check, Check)]
+    yield from (f"passed {check.id}: {check.sentence}" for check in release.checks if isinstance(check, Check))
+    if licenses:
+        yield f"passed {', '.join(licenses)}: licenses and origins"
+    yield f"{len(release.checks)} release checks passed"
+
+
+def _write(made: Published, out: Path) -> None:
     from ..checkpoint.staging import staged
 
     with staged(out) as folder:
         # What was done this time is not part of the result: a second run of the step finds it done.
-        outcome = {k: v for k, v in asdict(done.made).items() if k not in ("done", "uploaded", "deleted")}
+        outcome = {k: v for k, v in asdict(made).items() if k not in ("done", "uploaded", "deleted")}
         (folder / PUBLISHED).write_text(json.dumps(outcome, indent=1) + "\n", encoding="utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ...checkpoint.bytes import file_digest
 from ...checkpoint.source import HUB_ID, resolve
@@ -354,6 +355,11 @@ def judge(candidate: Candidate) -> list[Finding]:
     with naming_originals(candidate.folder, candidate.origin, {}):
         found = [finding for check in CHECKS for finding in check.findings(candidate)]
         return [*found, *check_folder(candidate.folder, candidate.facts)]
+
+
+def every_check() -> tuple[Rule[Any], ...]:
+    """Return the checks of a release, in the order in which they are made."""
+    return (MANIFEST_HOLDS, *CHECKS, *LICENSE_CHECKS.values())
 
 
 def allowable() -> frozenset[str]:

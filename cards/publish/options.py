@@ -41,6 +41,7 @@ class PublishOptions(StrictModel):
     revision: str = option("", "Branch to commit to; main by default.")
     create_pr: bool = option(False, "Open a pull request instead of moving the branch.")
     expect_parent: str = option("", "Refuse if the branch is at another commit.", metavar="SHA")
+    offline: bool = option(False, "Only run the release checks; ask and change nothing on the Hub.")
     report: Name | None = option(None, "report.json of kconv validate; by default DIR's own.", kind="file")
     acceptance: tuple[Name, ...] = option((), "acceptance.json, repeatable; by default DIR's own.", kind="file")
     facts: Name | None = option(None, "The card's facts file; by default the recipe's.", kind="file")

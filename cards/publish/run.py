@@ -10,16 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from ...checkpoint.manifest import MANIFEST
 from ...errors import HubMoved, HubRefused, PublishRefused, RequestInvalid
+from ...rule import Rule
 from ...validate.report import Finding
 from ..facts import read_facts
 from .floor import read_floor, recipe_facts, stated_floor
-from .gate import Allowance, allowable, judge, let_pass, record_exceptions
+from .gate import Allowance, allowable, every_check, judge, let_pass, record_exceptions
 from .options import MAIN, PublishOptions
 from .release import Candidate, Upload, digest_release, open_candidate, uploads
 from .remote import Remote, RepositoryState, differing, read_back, same, surplus, writing
@@ -35,6 +37,12 @@ class ApprovedRelease:
     files: tuple[Upload, ...]
     findings: tuple[Finding, ...]
     passed: tuple[tuple[Finding, Allowance], ...]
+
+    @property
+    def checks(self) -> tuple[Rule[Any], ...]:
+        """The release checks that found nothing."""
+        failed = {finding.rule for finding in self.findings}
+        return tuple(check for check in every_check() if check.id not in failed)
 
     @property
     def digest(self) -> str:
@@ -71,21 +79,17 @@ class Published:
     files: dict[str, str] = field(default_factory=dict)
 
 
-def publish_folder(
-    folder: Path, options: PublishOptions, *, dry_run: bool = False, say: Say = lambda _: None
-) -> tuple[ApprovedRelease, Published]:
-    """Check a folder and publish it, or return what publishing would do.
+def approve(folder: Path, options: PublishOptions, say: Say = lambda _: None) -> ApprovedRelease:
+    """Run the release checks on a folder, without the Hub.
 
     Args:
         folder: a head with its card and evidence. Its recipe states the facts and the minimum acceptance that the
             options do not.
-        dry_run: whether to look at the repository without changing anything.
 
     Raises:
         RequestInvalid: an option names a check that cannot be allowed, or states a minimum acceptance and the recipe
             does too.
-        PublishRefused: a check fails without an allowance; also see `publish`.
-        HubMoved, HubRefused, HubUnreachable, ReadBackFailed: see `publish`.
+        PublishRefused: a check fails without an allowance, or the request cannot be met whatever the Hub holds.
         NotACheckpoint, ReportInvalid, AcceptanceInvalid, RecipeInvalid: a file is missing, or does not match its
         schema.
     """
@@ -104,8 +108,7 @@ def publish_folder(
     say("checking every byte")
     report = Path(options.report) if options.report else None
     candidate = open_candidate(folder, report, [Path(file) for file in options.acceptance], floor or recorded, facts)
-    release = prepare(candidate, [Allowance(rule, why) for rule, why in options.allow.items()])
-    return release, (preview if dry_run else publish)(release, options, say)
+    return prepare(candidate, [Allowance(rule, why) for rule, why in options.allow.items()])
 
 
 def prepare(candidate: Candidate, allowances: Sequence[Allowance] = ()) -> ApprovedRelease:

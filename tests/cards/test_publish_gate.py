@@ -29,7 +29,7 @@ from kconv.cards.publish.floor import Floor, read_floor
 from kconv.cards.publish.gate import CHECKS, MANIFEST_HOLDS, Allowance, judge, record_exceptions, written_for
 from kconv.cards.publish.options import PublishOptions
 from kconv.cards.publish.release import open_candidate, write_release
-from kconv.cards.publish.run import prepare, publish_folder
+from kconv.cards.publish.run import approve, prepare
 from kconv.engines import by_name
 from kconv.engines.registry import writable
 from kconv.errors import KconvError, NotACheckpoint, PublishRefused, RecipeInvalid, RequestInvalid
@@ -310,12 +310,12 @@ def test_a_release_folder_is_not_made_of_a_head_whose_bytes_changed(folder, tmp_
 
 def test_a_whole_publication_refuses_what_its_parts_refuse(folder):
     with pytest.raises(RequestInvalid, match="P999: these are not checks"):
-        publish_folder(folder, PublishOptions(repo=REPO, allow={"P999": "why"}))
+        approve(folder, PublishOptions(repo=REPO, allow={"P999": "why"}))
     floor = {"min_acceptance": 1.0, "suite": "sampled", "draft_tokens": 3, "min_prompts": 4, "max_loss": 0.01}
     with pytest.raises(RequestInvalid, match="already states the minimum"):
-        publish_folder(folder, PublishOptions(repo=REPO, **floor))
+        approve(folder, PublishOptions(repo=REPO, **floor))
     with pytest.raises(PublishRefused, match="both private and public"):
-        publish_folder(folder, PublishOptions(repo=REPO, private=True, public=True))
+        approve(folder, PublishOptions(repo=REPO, private=True, public=True))
     (folder / "README.md").unlink()
     with pytest.raises(PublishRefused, match="P113"):
-        publish_folder(folder, PublishOptions(repo=REPO))
+        approve(folder, PublishOptions(repo=REPO))

@@ -8,7 +8,7 @@ import pytest
 from support.releases import REPO, TAG, dry, holds, publish, write_release, writes
 
 from kconv.cards.publish.options import PublishOptions
-from kconv.cards.publish.run import publish_folder
+from kconv.cards.publish.run import approve
 from kconv.errors import HubMoved, PublishRefused
 
 pytestmark = pytest.mark.usefixtures("waits")
@@ -105,7 +105,7 @@ CONTRADICTIONS = {
 @pytest.mark.parametrize("wish", CONTRADICTIONS.values(), ids=CONTRADICTIONS)
 def test_what_cannot_be_wished_is_refused_before_anything(hub, folder, wish):
     with pytest.raises(PublishRefused):
-        publish_folder(folder, PublishOptions(**{"repo": REPO, "tag": TAG} | wish))
+        approve(folder, PublishOptions(**{"repo": REPO, "tag": TAG} | wish))
     assert hub.served == []
 
 

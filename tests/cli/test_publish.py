@@ -53,6 +53,34 @@ def test_a_dry_run_shows_the_files(hub, folder):
     assert "nothing was changed" in ran.stdout
 
 
+def test_a_dry_run_says_what_passed_before_it_asks_a_hub_that_does_not_answer(hub, folder):
+    hub.fail("GET /api/models/", Reply(503))
+    ran = kconv(folder, REPO, "--dry-run")
+    assert (ran.exit_code, ran.stdout) == (1, "")
+    passed, _, refused = ran.stderr.partition("error:")
+    assert "passed P101: Every byte matches the manifest." in passed and "passed L1, L2" in passed
+    assert " release checks passed" in passed and REPO in refused
+
+
+def test_offline_ends_after_the_release_checks(hub, folder):
+    ran = kconv(folder, REPO, "--dry-run", "--offline")
+    assert ran.exit_code == 0 and "every release check passed; the Hub was not asked" in ran.stdout
+    assert " release checks passed" in ran.stderr and hub.served == []
+    told = json.loads(kconv(folder, REPO, "--offline", "--json").stdout)
+    assert told["dry_run"] and {"P101", "P115", "L1", "L10"} <= set(told["passed"]) and hub.served == []
+    (folder / "README.md").unlink()
+    assert kconv(folder, REPO, "--offline").exit_code == 1
+    kept = kconv(folder, REPO, "--offline", "--out", folder.parent / "record")
+    assert kept.exit_code == 2 and "without --offline" in kept.stderr
+
+
+def test_what_an_offline_run_lets_pass_did_not_pass(hub, folder):
+    (folder / "release.yaml").write_text(yaml.safe_dump({"min_acceptance": FLOOR | {"at_least": 2.6}}))
+    ran = kconv(folder, REPO, "--offline", "--allow", "P109=a first try", "--json")
+    told = json.loads(ran.stdout)
+    assert ran.exit_code == 0 and "P109" not in told["passed"] and told["allowed"][0]["rule"] == "P109"
+
+
 def test_what_speaks_against_it_is_listed_with_what_to_do(hub, folder):
     write_report(folder, identical=None)
     (folder / "README.md").unlink()
