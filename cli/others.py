@@ -174,14 +174,16 @@ def run(
       kconv run examples/tiny-release.yaml --without publish
       kconv run release.yaml --dry-run
     """
+    from ..pipeline.prepare import Selection, prepare
     from ..pipeline.preview import check_disk, preview_release
     from ..pipeline.recipe import read_release
-    from ..pipeline.run import Selection, run_release
+    from ..pipeline.run import run_release
     from .progress import Terminal
 
     release, text = read_release(recipe)
-    root, selection = out or Path(release.name), Selection(first, only, without)
-    planned = preview_release(release, text, root, selection, recipe)
+    root = out or Path(release.name)
+    prepared = prepare(release, text, root, Selection(first, only, without), recipe)
+    planned = preview_release(prepared)
     if dry_run:
         _show_preview(planned, root, as_json=as_json)
         return
@@ -189,7 +191,7 @@ def run(
     outcomes: list[Outcome] = []
     try:
         with Terminal().status("running") as say:
-            run_release(release, text, root, selection, say, outcomes.append)
+            run_release(prepared, say, outcomes.append)
     finally:
         _show_outcomes(outcomes, root, as_json=as_json)
 

@@ -16,10 +16,8 @@ from ..operations.card import Card
 from ..options import in_recipe
 from ..rule import Found
 from ..validate.report import Finding
-from .inputs import StepContext, check_names, find_inputs, fingerprint, make_context, refuse_stale
-from .recipe import Release, Step
+from .prepare import PreparedRelease, Standing, StepContext
 from .record import State, read_state
-from .run import Selection, why_run
 
 
 @dataclass(frozen=True)
@@ -63,30 +61,24 @@ class Preview:
         return any(step.heavy and step.runs is not False for step in self.steps)
 
 
-def preview_release(release: Release, text: str, root: Path, selection: Selection, file: Path | None = None) -> Preview:
+def preview_release(prepared: PreparedRelease) -> Preview:
     """Return what running a release would do; writes nothing and downloads no weights.
 
-    Messages name the recipe's `file`.
-
     Raises:
-        RecipeInvalid: the selection names a step that does not exist, or a step reads a missing file.
         KconvError: an input cannot be read, or a hub id cannot be resolved.
     """
-    meant = selection.takes(release)
-    check_names(release, text, meant, root, file)
-    state = read_state(root)
+    root, state = prepared.root, read_state(prepared.root)
     pending: set[str] = set()
     steps, findings = [], []
-    for name, step in release.steps.items():
-        if not meant[name]:
+    for name, step in prepared.release.steps.items():
+        if not prepared.selected[name]:
             continue
-        context = make_context(root, release, text, lambda _: None)
-        planned = _plan(name, step, release, text, context, state, pending)
+        planned = _plan(name, prepared, state, pending)
         if planned.runs is not False:
             pending.add(name)
         steps.append(planned)
         if isinstance(step.request, Card):
-            findings += _licenses(step.request, context, release, root / name, planned)
+            findings += _licenses(step.request, prepared.context(), planned)
     sizes = [step.size for step in steps if step.runs is not False]
     return Preview(
         tuple(steps),
@@ -108,34 +100,31 @@ def check_disk(preview: Preview, root: Path) -> None:
         )
 
 
-def _plan(
-    name: str, step: Step, release: Release, text: str, context: StepContext, state: State, pending: set[str]
-) -> Planned:
-    heavy, root = step.request.HEAVY, context.root
+def _plan(name: str, prepared: PreparedRelease, state: State, pending: set[str]) -> Planned:
+    step = prepared.release.steps[name]
+    heavy = step.request.HEAVY
     waits = [other for other in step.needed() if other in pending]
     if waits:
         size = 0 if type(step.request).estimate is Operation.estimate else None
         return Planned(name, step.do, None, f"waits for {', '.join(waits)}", size, heavy)
     try:
-        found = find_inputs(name, step, context, state)
-        refuse_stale(name, release, text, state)
+        found = Standing(name, prepared, state)
     except ReleaseStateInvalid as fault:
         return Planned(name, step.do, None, fault.what, None, heavy)
-    # A step that never ran runs whatever its inputs hold, and hashing them may take long.
-    own = fingerprint(step, found, release, text) if name in state.steps else ""
-    why = why_run(name, root, state, own)
     # An existing output will be made again.
     with step.request.spelled(in_recipe):
-        size = step.at(root / f".{name}.planned").estimate(context).bytes if why else 0
-    return Planned(name, step.do, bool(why), why, size, heavy)
+        planned = step.at(prepared.root / f".{name}.planned")
+        size = planned.estimate(found.context).bytes if found.why else 0
+    return Planned(name, step.do, bool(found.why), found.why, size, heavy)
 
 
-def _licenses(step: Card, context: StepContext, release: Release, out: Path, planned: Planned) -> Iterator[Finding]:
+def _licenses(step: Card, context: StepContext, planned: Planned) -> Iterator[Finding]:
     """Yield the findings of the license checks for a card's folder; or, before it exists, what they will miss."""
+    assert context.release
+    facts = context.release.facts
     if planned.runs is False:
-        yield from check_folder(out, release.facts)
+        yield from check_folder(context.root / planned.name, facts)
         return
-    facts = release.facts
     if not facts.license.id:
         yield _missing("L2", "facts.license.id", "the head's license is not stated")
     if not facts.base_model:

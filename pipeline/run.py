@@ -18,44 +18,14 @@ from typing import Literal
 from ..cards.publish.floor import RECIPE
 from ..checkpoint.manifest import MANIFEST, read_manifest
 from ..checkpoint.staging import PARTIAL, writing
-from ..errors import KconvError, OutputExists, RecipeInvalid
+from ..errors import KconvError, OutputExists
 from ..operations.base import extras
 from ..options import in_recipe
-from .inputs import StepContext, check_names, find_inputs, fingerprint, make_context, refuse_stale, stated
-from .recipe import Release, Step, kinds
+from .prepare import PreparedRelease, Standing
 from .record import Done, Mark, State, locked, log, mark, mark_folder, read_state, write_state
 
 Say = Callable[[str], None]
 Status = Literal["made", "unchanged", "left out", "failed", "not reached"]
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Which steps of a recipe to run.
-
-    Attributes:
-        first: the step to start with; earlier outputs are used as they are.
-        without: names or kinds of steps to skip.
-    """
-
-    first: str = ""
-    only: str = ""
-    without: tuple[str, ...] = ()
-
-    def takes(self, release: Release) -> dict[str, bool]:
-        """Return for each step whether it is selected."""
-        names = list(release.steps)
-        for name in filter(None, (self.first, self.only, *self.without)):
-            # A skipped kind need not occur in the recipe.
-            if name not in names and not (name in self.without and name in kinds()):
-                raise RecipeInvalid(f"the recipe has no step {name}", fix=f"Its steps are {', '.join(names)}.")
-        begin = names.index(self.first) if self.first else 0
-        return {
-            name: (not self.only or name == self.only)
-            and number >= begin
-            and not {name, release.steps[name].do} & set(self.without)
-            for number, name in enumerate(names)
-        }
 
 
 @dataclass(frozen=True)
@@ -70,36 +40,30 @@ class Outcome:
     size: int = 0
 
 
-def run_release(
-    release: Release, text: str, root: Path, selection: Selection, say: Say, told: Callable[[Outcome], None]
-) -> None:
-    """Run a release from its current state.
+def run_release(prepared: PreparedRelease, say: Say, told: Callable[[Outcome], None]) -> None:
+    """Run a release from its current state; its folder is created, or resumed.
 
     Args:
-        text: the recipe's text, which is kept in the output.
-        root: the folder of the release; created, or resumed.
         told: called with the outcome of each step, also of those after a failed one.
 
     Raises:
-        RecipeInvalid: the selection names a step that does not exist, or a step reads a missing file.
         ReleaseBusy, ReleaseStateInvalid: another run is active there, or its record cannot be read.
         OutputExists: there is something that no run made.
         KconvError: a step failed; earlier ones are kept, and the next call resumes from it.
     """
-    meant = selection.takes(release)
+    root = prepared.root
     _refuse_foreign(root)
-    check_names(release, text, meant, root)
     with locked(root):
         state = read_state(root).model_copy(update={"kconv": version("kconv")})
         with writing(root / RECIPE):
-            (root / RECIPE).write_text(text, encoding="utf-8")
-        steps = iter(release.steps.items())
+            (root / RECIPE).write_text(prepared.text, encoding="utf-8")
+        steps = iter(prepared.release.steps.items())
         for name, step in steps:
-            if not meant[name]:
+            if not prepared.selected[name]:
                 told(Outcome(name, step.do, "left out"))
                 continue
             try:
-                told(_take(name, step, release, text, root, state, say))
+                told(_take(name, prepared, state, say))
             except BaseException as fault:
                 why = fault.what if isinstance(fault, KconvError) else type(fault).__name__
                 log(root, "failed", step=name, fault=str(fault) if isinstance(fault, KconvError) else why)
@@ -109,42 +73,21 @@ def run_release(
                 raise
 
 
-def why_run(name: str, root: Path, state: State, mark_now: str) -> str:
-    """Return why a step has to run; empty if its output was made from exactly these inputs."""
-    record = state.steps.get(name)
-    if record is None:
-        return "never made"
-    if record.status != "done":
-        return "stopped by an error" if record.status == "failed" else "interrupted"
-    if record.fingerprint != mark_now:
-        return "its inputs or its parameters changed"
-    now = mark_folder(root / name, record.files) if (root / name).is_dir() else {}
-    if not now:
-        return "its output is gone"
-    if _contents(now) != _contents(record.files):
-        return "its output was changed"
-    state.steps[name] = record.model_copy(update={"files": now})
-    return ""
-
-
-def _take(name: str, step: Step, release: Release, text: str, root: Path, state: State, say: Say) -> Outcome:
+def _take(name: str, prepared: PreparedRelease, state: State, say: Say) -> Outcome:
     """Run a step, or find that it is up to date."""
-    context = make_context(root, release, text, lambda words: say(f"{name}: {words}"))
-    found = find_inputs(name, step, context, state)
-    refuse_stale(name, release, text, state)
-    own = fingerprint(step, found, release, text)
-    why = why_run(name, root, state, own)
-    if not why:
+    root, found = prepared.root, Standing(name, prepared, state, lambda words: say(f"{name}: {words}"))
+    step, own = found.step, found.fingerprint
+    if not found.why:
         write_state(root, state)
         return Outcome(name, step.do, "unchanged", size=_size(state.steps[name].files))
-    _clear(name, step, root, state, own)
+    _clear(found, root, state)
     state.steps[name] = Done(status="running", fingerprint=own)
     write_state(root, state)
-    log(root, "begin", step=name, do=step.do, why=why, fingerprint=own, inputs=found.digests)
+    log(root, "begin", step=name, do=step.do, why=found.why, fingerprint=own, inputs=found.digests)
     begin = time.monotonic()
     try:
         with step.request.spelled(in_recipe), extras():
-            _carry_out(step, root / name, context)
+            _carry_out(found, root / name)
     except KconvError as fault:
         # A report with errors exists all the same.
         left = mark_folder(root / name, {}) if (root / name).is_dir() else {}
@@ -154,19 +97,18 @@ def _take(name: str, step: Step, release: Release, text: str, root: Path, state:
     seconds = round(time.monotonic() - begin, 1)
     files = _mark_output(root / name)
     at = datetime.now(UTC).isoformat(timespec="seconds")
-    said = stated(step, state, text)
-    state.steps[name] = Done(status="done", fingerprint=own, stated=said, files=files, seconds=seconds, at=at)
+    state.steps[name] = Done(status="done", fingerprint=own, stated=found.stated, files=files, seconds=seconds, at=at)
     write_state(root, state)
     log(root, "made", step=name, seconds=seconds, files={path: one.sha256 for path, one in files.items()})
-    return Outcome(name, step.do, "made", why, seconds, _size(files))
+    return Outcome(name, step.do, "made", found.why, seconds, _size(files))
 
 
-def _carry_out(step: Step, out: Path, context: StepContext) -> None:
+def _carry_out(found: Standing, out: Path) -> None:
     """Run a step's operation; its output is whole or absent, even if the operation found errors."""
-    request = step.at(out)
+    request = found.step.at(out)
     if request.OUTPUT:
         out.mkdir(exist_ok=True)
-    result = request.run(context)
+    result = request.run(found.context)
     if not request.passed(result):
         raise request.failure(result)
 
@@ -178,13 +120,13 @@ def _refuse_foreign(root: Path) -> None:
         )
 
 
-def _clear(name: str, step: Step, root: Path, state: State, own: str) -> None:
+def _clear(found: Standing, root: Path, state: State) -> None:
     """Remove what an earlier run of a step left; refuse to remove files of other origin.
 
     A file to which the same step adds when it resumes stays.
     """
-    out, record = root / name, state.steps.get(name)
-    begun = record is not None and record.status != "done" and record.fingerprint == own
+    name, step, out, record = found.name, found.step, root / found.name, state.steps.get(found.name)
+    begun = record is not None and record.status != "done" and record.fingerprint == found.fingerprint
     if begun and step.request.RESUMES and step.request.OUTPUT:
         return
     with writing(out):
@@ -215,10 +157,6 @@ def _mark_output(out: Path) -> dict[str, Mark]:
 
     files = sorted(file for file in out.rglob("*") if file.is_file())
     return {str(file.relative_to(out)): mark(file, next(known(file), None)) for file in files}
-
-
-def _contents(marks: dict[str, Mark]) -> dict[str, str]:
-    return {name: one.sha256 for name, one in marks.items()}
 
 
 def _size(marks: dict[str, Mark]) -> int:

@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from kconv.errors import RecipeInvalid
+from kconv.pipeline.prepare import Selection, prepare
 from kconv.pipeline.recipe import parse_release
-from kconv.pipeline.run import Selection, run_release
 
 BAD = {
     "a key that does not exist": {"steps": {"a": {"do": "convert", "head": "x", "to": "vllm", "speed": 1}}},
@@ -162,11 +162,11 @@ def test_files_and_names_are_looked_for_before_anything_is_computed(tmp_path):
     text = yaml.safe_dump(values, sort_keys=False)
     release = parse_release(text)
     with pytest.raises(RecipeInvalid, match=r"head\.recipe: no recipe has a key 'lrr'") as fault:
-        run_release(release, text, tmp_path / "out", Selection(), lambda _: None, lambda _: None)
+        prepare(release, text, tmp_path / "out", Selection())
     assert not (tmp_path / "out").exists()
     assert "no-head" in fault.value.what and "no-prompts.jsonl" in fault.value.what and "line" in fault.value.where
     with pytest.raises(RecipeInvalid, match=r"vllm\.head: .*no-head does not exist"):
-        run_release(release, text, tmp_path / "out", Selection(only="vllm"), lambda _: None, lambda _: None)
+        prepare(release, text, tmp_path / "out", Selection(only="vllm"))
 
 
 def test_a_file_that_a_step_does_not_make_is_named():

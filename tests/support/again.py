@@ -18,11 +18,12 @@ from pathlib import Path
 from kconv.cards.publish.floor import read_floor
 from kconv.cards.publish.options import PublishOptions
 from kconv.cards.publish.release import Candidate, open_candidate
-from kconv.cards.publish.run import prepare
+from kconv.cards.publish.run import prepare as prepare_publication
 from kconv.cards.publish.run import publish as run_publish
 from kconv.operations import OPERATIONS, load
+from kconv.pipeline.prepare import Selection, prepare
 from kconv.pipeline.recipe import read_release
-from kconv.pipeline.run import Selection, run_release
+from kconv.pipeline.run import run_release
 
 
 def again(work: Callable[[], object]) -> None:
@@ -45,7 +46,7 @@ def again(work: Callable[[], object]) -> None:
 def publish(folder: str, repo: str, tag: str) -> None:
     def work() -> Candidate:
         candidate = open_candidate(Path(folder), None, (), read_floor(Path(folder)))
-        run_publish(prepare(candidate), PublishOptions(repo=repo, tag=tag, public=True), lambda _: None)
+        run_publish(prepare_publication(candidate), PublishOptions(repo=repo, tag=tag, public=True), lambda _: None)
         return candidate
 
     again(work)
@@ -55,7 +56,7 @@ def release(recipe: str, root: str) -> None:
     found, text = read_release(Path(recipe))
     for operation in OPERATIONS:  # loaded before the forks
         load(operation)
-    again(lambda: run_release(found, text, Path(root), Selection(), lambda _: None, lambda _: None))
+    again(lambda: run_release(prepare(found, text, Path(root), Selection()), lambda _: None, lambda _: None))
 
 
 if __name__ == "__main__":

@@ -36,9 +36,11 @@ from kconv.measure.figures import (
     StepFigures,
     TextFigures,
 )
+from kconv.pipeline.prepare import PreparedRelease, Selection
+from kconv.pipeline.prepare import prepare as prepare_release
 from kconv.pipeline.preview import Preview, preview_release
 from kconv.pipeline.recipe import parse_release
-from kconv.pipeline.run import Outcome, Selection, run_release
+from kconv.pipeline.run import Outcome, run_release
 from kconv.validate.report import Report, read_report
 
 FRONT = {
@@ -187,11 +189,16 @@ def changed(values: dict[str, Any], step: str, **parameters: Any) -> dict[str, A
     return values
 
 
+def prepared(values: dict[str, Any], root: Path, **selection: Any) -> PreparedRelease:
+    """Return a recipe whose names were checked."""
+    text = yaml.safe_dump(values, sort_keys=False)
+    return prepare_release(parse_release(text), text, root, Selection(**selection))
+
+
 def carry_out(values: dict[str, Any], root: Path, **selection: Any) -> dict[str, Outcome]:
     """Carry out a recipe, and return what became of each step; a fault is raised."""
     outcomes: list[Outcome] = []
-    text = yaml.safe_dump(values, sort_keys=False)
-    run_release(parse_release(text), text, root, Selection(**selection), lambda _: None, outcomes.append)
+    run_release(prepared(values, root, **selection), lambda _: None, outcomes.append)
     return {outcome.name: outcome for outcome in outcomes}
 
 
@@ -202,8 +209,7 @@ def ran(outcomes: dict[str, Outcome]) -> list[str]:
 
 def planned(values: dict[str, Any], root: Path, **selection: Any) -> Preview:
     """Return what a recipe would do."""
-    text = yaml.safe_dump(values, sort_keys=False)
-    return preview_release(parse_release(text), text, root, Selection(**selection))
+    return preview_release(prepared(values, root, **selection))
 
 
 TOKEN, REPO, TAG = "hf_aVerySecretTokenOfNobody", "org/head", "v1"

@@ -1,4 +1,4 @@
-"""A step's current inputs: the context that it runs in, their digests, and the step's fingerprint."""
+"""A recipe whose names were checked, the steps that are to run, and where each of them stands."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from ..errors import KconvError, RecipeInvalid, ReleaseStateInvalid
 from ..installed import sources_digest
 from ..operations.base import Context, ReleaseFacts
 from ..options import in_recipe
-from .recipe import Release, Step, reference
+from .recipe import Input, Release, Step, kinds, reference
 from .record import State, digest_marks, mark, mark_folder
 
 
@@ -79,51 +79,73 @@ class _Told:
         return None
 
 
-@dataclass
-class StepInputs:
-    """A step's inputs, each with a function that computes its digest."""
+@dataclass(frozen=True)
+class Selection:
+    """Which steps of a recipe to run.
 
-    _digests: dict[str, tuple[Callable[[], str], ...]] = field(default_factory=dict)
+    Attributes:
+        first: the step to start with; earlier outputs are used as they are.
+        without: names or kinds of steps to skip.
+    """
+
+    first: str = ""
+    only: str = ""
+    without: tuple[str, ...] = ()
+
+    def takes(self, release: Release) -> dict[str, bool]:
+        """Return for each step whether it is selected."""
+        names = list(release.steps)
+        for name in filter(None, (self.first, self.only, *self.without)):
+            # A skipped kind need not occur in the recipe.
+            if name not in names and not (name in self.without and name in kinds()):
+                raise RecipeInvalid(f"the recipe has no step {name}", fix=f"Its steps are {', '.join(names)}.")
+        begin = names.index(self.first) if self.first else 0
+        return {
+            name: (not self.only or name == self.only)
+            and number >= begin
+            and not {name, release.steps[name].do} & set(self.without)
+            for number, name in enumerate(names)
+        }
+
+
+@dataclass(frozen=True)
+class PreparedRelease:
+    """A recipe that may run; `prepare` makes it.
+
+    Attributes:
+        text: the recipe's text, which is kept in the output.
+        root: the folder of the release.
+        selected: for each step whether it is to run.
+    """
+
+    release: Release
+    text: str
+    root: Path
+    selected: Mapping[str, bool]
+
+    def context(self, say: Callable[[str], None] = lambda _: None) -> StepContext:
+        """Return the context of a step."""
+        return StepContext(ReleaseFacts(self.release.name, self.release.facts, self.text), root=self.root, say=say)
 
     @cached_property
-    def digests(self) -> dict[str, tuple[str, ...]]:
-        """The digests of each field's inputs; files that changed since they were last seen are read."""
-        return {name: tuple(one() for one in own) for name, own in self._digests.items()}
-
-    def add(self, name: str, digest: Callable[[], str]) -> None:
-        self._digests[name] = (*self._digests.get(name, ()), digest)
+    def text_digest(self) -> str:
+        return hashlib.sha256(self.text.encode()).hexdigest()
 
 
-def make_context(root: Path, release: Release, text: str, say: Callable[[str], None]) -> StepContext:
-    return StepContext(ReleaseFacts(release.name, release.facts, text), root=root, say=say)
+def prepare(release: Release, text: str, root: Path, selection: Selection, file: Path | None = None) -> PreparedRelease:
+    """Check the selection, and the files, folders and names that the selected steps read.
 
+    Args:
+        file: the recipe's, for messages.
 
-def find_inputs(name: str, step: Step, context: StepContext, state: State) -> StepInputs:
-    """Find a step's inputs; refuse an earlier step's output that does not exist, or lacks the requested part."""
-    found = StepInputs()
-    for one in step.inputs():
-        if one.made is not None:
-            found.add(one.field, partial(str, _output(name, one.made, context.root, state)))
-        elif Path(one.value).exists():
-            found.add(one.field, partial(_outside, Path(one.value), state))
-        elif one.kind == "checkpoint":
-            # Opening a missing folder reports the error.
-            of_hub = HUB_ID.fullmatch(one.value)
-            found.add(one.field, partial(str, context.source(one.value).name if of_hub else "absent"))
-        else:
-            found.add(one.field, partial(str, f"named {one.value}"))
-    return found
-
-
-def check_names(release: Release, text: str, meant: Mapping[str, bool], root: Path, file: Path | None = None) -> None:
-    """Refuse files, folders and names that the steps read and that do not exist, before anything is computed.
-
-    `meant` says whether each step is to run; `file` is the recipe's, for messages.
+    Raises:
+        RecipeInvalid: the selection names a step that does not exist, or a step reads something that does not.
     """
-    context = make_context(root, release, text, lambda _: None)
+    prepared = PreparedRelease(release, text, root, selection.takes(release))
+    context = prepared.context()
     wrong: list[tuple[str, str, str, str]] = []
     for name, step in release.steps.items():
-        if not meant[name]:
+        if not prepared.selected[name]:
             continue
         own, inputs = [], list(step.inputs())
         for one in inputs:
@@ -151,21 +173,77 @@ def check_names(release: Release, text: str, meant: Mapping[str, bool], root: Pa
             where=name if line is None else f"{file}:{line}" if file else f"line {line} of the recipe",
             fix=f"{fix} Nothing was computed.",
         )
+    return prepared
 
 
-def fingerprint(step: Step, found: StepInputs, release: Release, text: str) -> str:
-    """Return a digest of everything that determines a step's result."""
-    parts: dict[str, Any] = {
-        "kconv": version("kconv"), "source": sources_digest(), "step": step.plain(), "inputs": found.digests,
-    }  # fmt: skip
-    if step.request.OF_RELEASE:
-        parts["facts"] = release.facts.model_dump(mode="json")
-        parts["floor"] = release.min_acceptance.model_dump(mode="json") if release.min_acceptance else None
-        parts["recipe"] = hashlib.sha256(text.encode()).hexdigest()
+class Standing:
+    """Where a step of a run stands: what it reads now, and why it has to run.
+
+    Raises:
+        ReleaseStateInvalid: it reads an earlier step's output that does not exist or lacks the requested part, or it
+            would publish another recipe's output.
+    """
+
+    def __init__(
+        self, name: str, prepared: PreparedRelease, state: State, say: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self.name, self.step = name, prepared.release.steps[name]
+        self.context = prepared.context(say)
+        self._prepared, self._state = prepared, state
+        self._inputs = [
+            (one, _output(name, one.made, prepared.root, state) if one.made else "") for one in self.step.inputs()
+        ]
+        _refuse_stale(name, prepared, state)
+
+    @cached_property
+    def digests(self) -> dict[str, tuple[str, ...]]:
+        """The digests of each field's inputs; files that changed since they were last seen are read."""
+        found: dict[str, tuple[str, ...]] = {}
+        for one, made in self._inputs:
+            found[one.field] = (*found.get(one.field, ()), made or _outside(one, self.context, self._state))
+        return found
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of everything that determines the step's result."""
+        release = self._prepared.release
+        parts: dict[str, Any] = {
+            "kconv": version("kconv"), "source": sources_digest(), "step": self.step.plain(), "inputs": self.digests,
+        }  # fmt: skip
+        if self.step.request.OF_RELEASE:
+            parts["facts"] = release.facts.model_dump(mode="json")
+            parts["floor"] = release.min_acceptance.model_dump(mode="json") if release.min_acceptance else None
+            parts["recipe"] = self._prepared.text_digest
+        return _digest(parts)
+
+    @property
+    def stated(self) -> str:
+        return _stated(self.step, self._prepared, self._state)
+
+    @cached_property
+    def why(self) -> str:
+        """Why it has to run; empty if its output was made from exactly these inputs."""
+        record, folder = self._state.steps.get(self.name), self._prepared.root / self.name
+        if record is None:
+            return "never made"
+        if record.status != "done":
+            return "stopped by an error" if record.status == "failed" else "interrupted"
+        if record.fingerprint != self.fingerprint:
+            return "its inputs or its parameters changed"
+        now = mark_folder(folder, record.files) if folder.is_dir() else {}
+        if not now:
+            return "its output is gone"
+        if {name: one.sha256 for name, one in now.items()} != {name: one.sha256 for name, one in record.files.items()}:
+            return "its output was changed"
+        self._state.steps[self.name] = record.model_copy(update={"files": now})
+        return ""
+
+
+def _digest(parts: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def stated(step: Step, state: State, text: str) -> str:
+def _stated(step: Step, prepared: PreparedRelease, state: State) -> str:
     """Return a digest of a recipe's statements about a step: its parameters, and other steps' outputs that it reads.
 
     Inputs outside the release are not read again, since they may be gone by the time of a publication.
@@ -177,15 +255,16 @@ def stated(step: Step, state: State, text: str) -> str:
     }
     if step.do == "card":
         # It contains the recipe.
-        parts["recipe"] = hashlib.sha256(text.encode()).hexdigest()
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        parts["recipe"] = prepared.text_digest
+    return _digest(parts)
 
 
-def refuse_stale(name: str, release: Release, text: str, state: State) -> None:
+def _refuse_stale(name: str, prepared: PreparedRelease, state: State) -> None:
     """Refuse a card or a publication of another recipe's output, since the recipe is published as its origin.
 
     It is another's if a step that it depends on, directly or not, was made with different statements.
     """
+    release = prepared.release
     if not release.steps[name].request.OF_RELEASE:
         return
     before = release.steps[name].needed()
@@ -193,7 +272,7 @@ def refuse_stale(name: str, release: Release, text: str, state: State) -> None:
         before += [further for further in release.steps[other].needed() if further not in before]
     for other in (step for step in release.steps if step in before):
         record = state.steps.get(other)
-        if record is None or record.stated != stated(release.steps[other], state, text):
+        if record is None or record.stated != _stated(release.steps[other], prepared, state):
             raise ReleaseStateInvalid(
                 f"{name} would publish {other} as made by this recipe, but another recipe made it",
                 where=f"{other} in the recipe",
@@ -220,9 +299,14 @@ def _output(name: str, made: tuple[str, str], root: Path, state: State) -> str:
     return digest
 
 
-def _outside(path: Path, state: State) -> str:
-    """Return the digest of a file or folder outside the steps' outputs, and remember the files read."""
-    at = Path(os.path.realpath(path))
+def _outside(one: Input, context: StepContext, state: State) -> str:
+    """Return the digest of what no step makes: a file, a folder, a Hub id or a word; remember the files read."""
+    if not Path(one.value).exists():
+        if one.kind != "checkpoint":
+            return f"named {one.value}"
+        # Opening a missing folder reports the error.
+        return context.source(one.value).name if HUB_ID.fullmatch(one.value) else "absent"
+    at = Path(os.path.realpath(one.value))
     if at.is_dir():
         known = {k.removeprefix(f"{at}/"): m for k, m in state.seen.items() if k.startswith(f"{at}/")}
         marks = mark_folder(at, known)
