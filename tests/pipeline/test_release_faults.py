@@ -139,10 +139,13 @@ def test_the_gate_stands_before_the_hub(made, root, hub, tmp_path):
 
 @pytest.mark.parametrize("limit", [200, 20_000])
 def test_a_full_disk_is_named_and_the_next_call_goes_on(recipe, root, tmp_path, limit):
-    """A file-size limit stands for the disk: the system refuses the write in the same way."""
+    """A file-size limit stands for the disk: the system refuses the write in the same way.
+
+    Python would cut compiled modules off at it too, and later fail to load them.
+    """
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
     code = (
-        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "import resource, signal, sys; sys.dont_write_bytecode = True; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}));"
         "from kconv.cli import main; main()"
     )

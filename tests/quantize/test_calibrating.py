@@ -50,7 +50,7 @@ def test_on_a_full_disk_what_was_kept_before_stays(limit, kept, tmp_path):
     code = (
         "import resource, signal, sys; from pathlib import Path; import torch;"
         "from kconv.errors import OutputFailed; from kconv.quantize.calibrate import CalibrationState, keep;"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "sys.dont_write_bytecode = True; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}));"
         f"file, between = Path({str(kept)!r}), CalibrationState(3, [torch.zeros(1, 1000)], {{}})\n"
         "try: keep(file, between)\n"

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import resource
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -136,6 +137,7 @@ def test_a_disk_that_fills_at_a_checkpoint_is_named_and_the_run_is_gone_on_with(
     options = TrainOptions(save_every=5, eval_every=6)
     try:
         with monkeypatch.context() as patch, pytest.raises(OutputFailed, match="could not be written") as caught:
+            patch.setattr(sys, "dont_write_bytecode", True)
             patch.setattr(f"kconv.train.checkpoints.{saves[part]}", fill)
             train(make_job(GQA), tmp_path / "head", options)
     finally:
