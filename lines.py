@@ -23,7 +23,7 @@ Words = str | tuple[str | Styled, ...]
 
 @dataclass(frozen=True)
 class Line:
-    """A line: folded between words at the terminal's width if it `wraps`; on stderr (`err`) if it is not the result."""
+    """A line: a terminal folds it between words if it `wraps`; on stderr (`err`) if it is not the result."""
 
     words: Words
     wraps: bool = True
@@ -53,7 +53,7 @@ class Facts:
 
 
 Part = str | Line | Table | Facts
-"""A part of what a result says; a text is a line that is never folded."""
+"""A part of what a result says; a text is a line without a style, which a pipe never folds."""
 
 
 class Result:
@@ -79,9 +79,9 @@ def filename(name: str | os.PathLike[str]) -> str:
     return os.fspath(name).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
-def next_command(*words: str | os.PathLike[str]) -> str:
-    """Return a line with the next kconv command, quoted for a shell."""
-    return f"next: kconv {command(map(filename, words))}"
+def next_command(*words: str | os.PathLike[str]) -> Line:
+    """Return a line with the next kconv command, quoted for a shell, and whole so that it can be copied."""
+    return Line(f"next: kconv {command(map(filename, words))}", wraps=False)
 
 
 def duration(seconds: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
 
@@ -13,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from ..engines import registry
 from ..errors import RequestInvalid
-from ..operations.base import Operation, first_wrong, unwrap
+from ..operations.base import Operation, command_name, first_wrong, unwrap
 from ..options import flag, marks
 from .group import AS_JSON, Command, OneOf
 from .progress import Terminal
@@ -110,10 +111,11 @@ def _carry_out(request: Operation, *, as_json: bool, dry_run: bool, **how: bool)
     from .show import show
 
     context = Terminal()
+    with context.waiting(f"{command_name(type(request))}: loading"):
+        result = request.preview(context) if dry_run else request.run(context)
     if dry_run:
-        show(request.preview(context), as_json=as_json)
+        show(result, as_json=as_json)
         return
-    result = request.run(context)
     show(result, as_json=as_json, **how)
     if code := request.exit_code(result):
         raise SystemExit(code)
@@ -129,7 +131,18 @@ def _help(name: str, cls: type[Operation]) -> str:
         if added := " and ".join(dict.fromkeys(needs)):
             text += f"\n\nIf HEAD has no {added}, --target adds its own."
     word = "Examples" if len(lines) > 1 else "Example"
-    return text + (f"\n\n\b\n{word}:\n" + "\n".join(f"  {line}" for line in lines) if lines else "")
+    return text + (f"\n\n\b\n{word}:\n" + "\n".join(map(_example, lines)) if lines else "")
+
+
+def _example(line: str) -> str:
+    """Return an example as lines of at most 80 columns, of which a shell makes one command again."""
+    lines, words = [], re.split(r" (?=--)", line)
+    while words:
+        taken = [words.pop(0)]
+        while words and len(" ".join([*taken, words[0]])) <= (72 if lines else 74):
+            taken.append(words.pop(0))
+        lines.append(" ".join(taken))
+    return "  " + " \\\n    ".join(lines)
 
 
 def _parameter(name: str, info: FieldInfo) -> click.Parameter:
@@ -147,7 +160,7 @@ def _parameter(name: str, info: FieldInfo) -> click.Parameter:
         )
     default = info.default
     shown = "" if info.is_required() or default in (None, "", (), {}) else str(default)
-    return click.Option(
+    return Option(
         [flag(name, info), name],
         type=kind,
         required=info.is_required(),
@@ -188,7 +201,43 @@ def _range(number: type, bounds: list[Any]) -> click.ParamType:
     }  # fmt: skip
     if not found:
         return click.INT if number is int else click.FLOAT
-    return click.IntRange(**limits) if number is int else click.FloatRange(**limits)
+    return Whole(**limits) if number is int else Number(**limits)
+
+
+class Option(click.Option):
+    """An option whose help shows its default without click's parentheses."""
+
+    def get_help_extra(self, ctx: click.Context) -> Any:
+        extra = super().get_help_extra(ctx)
+        return extra | {"default": str(self.show_default)} if isinstance(self.show_default, str) else extra
+
+
+class InWords:
+    """A range of numbers, in words in help and in errors."""
+
+    min: Any
+    max: Any
+    min_open: bool
+    max_open: bool
+
+    def _describe_range(self) -> str:
+        low = "" if self.min is None else f"{'above' if self.min_open else 'at least'} {self.min}"
+        high = "" if self.max is None else f"{'below' if self.max_open else 'at most'} {self.max}"
+        if not (self.min_open or self.max_open) and low and high:
+            return f"{self.min} to {self.max}"
+        return ", ".join(filter(None, (low, high)))
+
+
+class Whole(InWords, click.IntRange):
+    """A whole number in a range."""
+
+    name = "whole number"
+
+
+class Number(InWords, click.FloatRange):
+    """A number in a range."""
+
+    name = "number"
 
 
 class Words(click.ParamType):

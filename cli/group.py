@@ -51,20 +51,37 @@ OTHER_WORDS = {
     "push": ("publish",),
     "release": ("run", "publish"),
     "export": ("to-trtllm", "to-vllm"),
+    "finetune": ("train",),
+    "measure": ("bench",),
+    "to-tensorrt": ("to-trtllm",),
+    "to-speculator": ("to-speculators",),
 }
 
-# What kconv leaves to an engine, and how it is done.
-LEFT_TO_ENGINES = dict.fromkeys(
-    ("serve", "launch"), "An engine serves a head: run serve-vllm.sh TARGET, which kconv to-vllm writes beside it."
-)
+# What no command is named for, and how it is done.
+ANSWERS = {
+    **dict.fromkeys(
+        ("serve", "launch", "deploy", "start"),
+        "An engine serves a head: run serve-vllm.sh TARGET, which kconv to-vllm writes beside it.",
+    ),
+    **dict.fromkeys(
+        ("diff", "cmp"),
+        "kconv validate HEAD --source OTHER compares two heads bit by bit; kconv compare compares their acceptance.",
+    ),
+}
 
-# Names that users try for an option or an argument of kconv.
+# Names that users try for an option or an argument of kconv, or for a setting of one: KEY=VALUE, whose option the
+# command then has.
 OTHER_OPTIONS = {
     "-V": "--version",
     "--recipe": "--format",
     "--format": "--recipe",
     **dict.fromkeys(("-f", "--overwrite"), "--force"),
     **dict.fromkeys(("-o", "--out", "--output"), "OUT"),
+    **dict.fromkeys(("--epochs", "--num-epochs", "--passes"), "--set passes=N"),
+    **dict.fromkeys(("--lr", "--learning-rate"), "--set lr=RATE"),
+    **dict.fromkeys(("--batch-size", "--batch"), "--set batch=N"),
+    "--steps": "--set steps=N",
+    **dict.fromkeys(("--seq-len", "--max-length"), "--set seq=N"),
 }
 # Whether --json stands anywhere on the command line, by this key of a context's meta: some options and errors end a
 # command before its own are read.
@@ -96,7 +113,7 @@ class Command(click.Command):
             raise click.MissingParameter(said, error.ctx, error.param) from error
         except click.NoSuchOption as error:
             meant = OTHER_OPTIONS.get(error.option_name)
-            if meant in {name for param in self.params for name in param.opts}:
+            if str(meant).partition(" ")[0] in {name for param in self.params for name in param.opts}:
                 raise _no_option(error, f"Did you mean {meant}?") from error
             if str(meant).lower() in self.about:
                 usage = " ".join(super().collect_usage_pieces(ctx)[1:])
@@ -189,9 +206,9 @@ class Kconv(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         if name not in self.list_commands(ctx) and not name.startswith("-") and not ctx.resilient_parsing:
-            close = [] if name in LEFT_TO_ENGINES else likely(name, self.list_commands(ctx))
+            close = [] if name in ANSWERS else likely(name, self.list_commands(ctx))
             meant = f" Did you mean {' or '.join(close)}?" if close else " kconv --help lists them."
-            meant = f" {LEFT_TO_ENGINES[name]}" if name in LEFT_TO_ENGINES else meant
+            meant = f" {ANSWERS[name]}" if name in ANSWERS else meant
             ctx.fail(f"There is no command {name!r}.{meant}")
         return super().resolve_command(ctx, args)
 
@@ -227,13 +244,13 @@ def summary(name: str, operation: str) -> str:
 
 @contextmanager
 def _usage(ctx: click.Context) -> Iterator[None]:
-    """Print a usage error, which click prints on stderr, on stdout too if the command line has --json."""
+    """Print a usage error on stderr, and on stdout too if the command line has --json, and exit."""
     try:
         yield
     except click.UsageError as error:
+        _show(error)
         if not ctx.meta[AS_JSON]:
-            raise
-        error.show()
+            sys.exit(error.exit_code)
         path, fault = (error.ctx or ctx).command_path, error.__cause__
         if not isinstance(fault, RequestInvalid):
             fault = RequestInvalid(error.format_message(), where=path, fix=f"See {path} --help.")
@@ -241,10 +258,16 @@ def _usage(ctx: click.Context) -> Iterator[None]:
         sys.exit(error.exit_code)
 
 
+def _show(error: click.UsageError) -> None:
+    said = io.StringIO()
+    error.show(said)
+    echo(said.getvalue(), err=True, nl=False, wraps=True)
+
+
 def _end_with(fault: KconvError, as_json: bool = False) -> NoReturn:
     """Print an error, also on stdout as JSON if the command prints that, and exit."""
     click.secho("error: ", fg="red", bold=True, err=True, nl=False)
-    echo(fault, err=True)
+    echo(fault, err=True, wraps=True, behind=len("error: "))
     if as_json:
         _print_json(fault)
     sys.exit(1)

@@ -6,33 +6,83 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Lock, Timer
+from typing import TYPE_CHECKING
 
 from ..lines import duration
 from ..operations.base import Context
 from .terminal import echo, make_console
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 # Seconds between two lines without a terminal for a bar.
 EVERY = 30.0
+# Seconds that a terminal may stay still.
+PATIENCE = 1.0
 
 
 class Terminal(Context):
     """An operation's context on the command line."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._shown: Console | None = None
+        self._lock, self._timer, self._spinner = Lock(), None, None
+
+    @contextmanager
+    def waiting(self, title: str) -> Iterator[None]:
+        """Show a spinner if the operation shows nothing for a while: libraries take seconds to load."""
+        if sys.stderr.isatty():
+            self._timer = Timer(PATIENCE, self._spin, [title])
+            self._timer.daemon = True
+            self._timer.start()
+        try:
+            yield
+        finally:
+            self._begin()
+
+    def _spin(self, title: str) -> None:
+        with self._lock:
+            if self._timer is not None:
+                self._spinner = make_console(stderr=True).status(title)
+                self._spinner.start()
+
+    def _begin(self) -> None:
+        """End the waiting: the operation shows something itself, or is done."""
+        with self._lock:
+            timer, self._timer = self._timer, None
+            spinner, self._spinner = self._spinner, None
+        if timer is not None:
+            timer.cancel()
+        if spinner is not None:
+            spinner.stop()
+
     def log(self, text: str) -> None:
-        """Print a line."""
-        echo(text, err=True)
+        """Print a line, above what is shown."""
+        self._begin()
+        if self._shown is not None and self._shown.is_terminal:
+            self._shown.print(text, markup=False, highlight=False)
+        else:
+            echo(text, err=True, wraps=True)
 
     @contextmanager
     def status(self, title: str) -> Iterator[Callable[[str], None]]:
         """Show a spinner with a message."""
         from rich.markup import escape
 
-        with make_console(stderr=True).status(title) as shown:
-            yield lambda text: shown.update(escape(f"{title}: {text}"))
+        self._begin()
+        outer, self._shown = self._shown, make_console(stderr=True)
+        try:
+            with self._shown.status(title) as shown:
+                yield lambda text: shown.update(escape(f"{title}: {text}"))
+        finally:
+            self._shown = outer
 
     @contextmanager
     def bytes(self, title: str, total: int) -> Iterator[Callable[[int], None]]:
         """Show bytes, rate and time left."""
+        self._begin()
         if not sys.stderr.isatty():
             yield _Lines(title, total).advance
             return
@@ -52,7 +102,11 @@ class Terminal(Context):
 
     @contextmanager
     def steps(self, title: str) -> Iterator[Callable[[int, int, float], None]]:
-        """Show steps done, steps in all, and the loss."""
+        """Show steps done, steps in all, and the loss; a spinner until the first step says how many there are."""
+        self._begin()
+        if not sys.stderr.isatty():
+            yield _Steps(title).advance
+            return
         from rich.progress import (
             BarColumn,
             MofNCompleteColumn,
@@ -63,9 +117,39 @@ class Terminal(Context):
         )
 
         columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
-        with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=make_console(stderr=True)) as bars:
-            task = bars.add_task(title, total=None, note="")
-            yield lambda done, total, loss: bars.update(task, completed=done, total=total, note=f"loss {loss:.3f}")
+        bars = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=make_console(stderr=True))
+        before = make_console(stderr=True).status(f"{title}: preparing")
+        task = None
+
+        def advance(done: int, total: int, loss: float) -> None:
+            nonlocal task
+            if task is None:
+                before.stop()
+                task = bars.add_task(title, total=total, note="")
+                bars.start()
+            bars.update(task, completed=done, total=total, note=f"loss {loss:.3f}")
+
+        before.start()
+        try:
+            yield advance
+        finally:
+            before.stop()
+            bars.stop()
+
+
+class _Steps:
+    """Prints steps, the loss and the time left now and then."""
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self._begin = self._shown = time.monotonic()
+
+    def advance(self, done: int, total: int, loss: float) -> None:
+        now = time.monotonic()
+        if now - self._shown >= EVERY or done == total:
+            self._shown = now
+            left = f", {duration((now - self._begin) * (total - done) / done)} left" if 0 < done < total else ""
+            echo(f"{self._title}: step {done} of {total}, loss {loss:.3f}{left}", err=True)
 
 
 class _Lines:

@@ -43,9 +43,9 @@ def show_lines(lines: Iterable[Part], *, folds: bool = False) -> None:
 
     for row in lines:
         if isinstance(row, str):
-            echo(row)
+            echo(row, wraps=True)
         elif isinstance(row, Line) and row.err:
-            echo(row.words, err=True)
+            echo(row.words, err=True, wraps=row.wraps)
         elif isinstance(row, Line):
             console().print(_text(row.words, console().encoding), soft_wrap=not row.wraps)
         else:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import sys
 from functools import cache
+from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,9 +17,38 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def echo(text: object = "", *, err: bool = False, nl: bool = True) -> None:
-    """Print a text, on stderr if `err`."""
-    click.echo(terminal(text), err=err, nl=nl)
+# What a continued line is indented by: its own spaces, and the label of a part of an error.
+MARGIN = re.compile(r" *(?:(?:where|fix|see): +)?")
+
+
+def echo(text: object = "", *, err: bool = False, nl: bool = True, wraps: bool = False, behind: int = 0) -> None:
+    """Print a text, on stderr if `err`.
+
+    Args:
+        wraps: whether a terminal folds it between words, as prose.
+        behind: columns of its first line that are taken already.
+    """
+    shown = terminal(text)
+    if wraps and (sys.stderr if err else sys.stdout).isatty():
+        shown = folded(shown, shutil.get_terminal_size().columns, behind)
+    click.echo(shown, err=err, nl=nl)
+
+
+def folded(text: str, columns: int, behind: int = 0) -> str:
+    """Fold a text's lines between words; a longer word, such as a path, stays whole."""
+    lines = []
+    for number, line in enumerate(text.split("\n")):
+        margin = MARGIN.match(line)
+        start = " " * (0 if number else behind)
+        wrapper = TextWrapper(
+            columns,
+            initial_indent=start,
+            subsequent_indent=" " * (margin.end() if margin else 0),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        lines.append("\n".join(wrapper.wrap(line))[len(start) :] if len(start + line) > columns else line)
+    return "\n".join(lines)
 
 
 def make_console(**how: Any) -> Console:

@@ -135,10 +135,8 @@ class Publish(Operation, PublishOptions):
             release = approve(folder, options, say)
             if dry_run:
                 # Before the Hub, which may not answer.
-                for line in _passed(release):
+                for line in _passed(release, asks=not self.offline):
                     context.log(line)
-            if not self.offline:
-                say("asking the Hub")
             made = None if self.offline else (preview if dry_run else publish)(release, options, say)
         done = PublishResult(release, made, dry_run)
         if self.out is not None and made and not dry_run:
@@ -191,8 +189,8 @@ def recorded_steps(folder: Path) -> list[Publish]:
         raise RecipeInvalid(f"{RECIPE} cannot be read: {error.what}", where=file, fix="Correct it there.") from error
 
 
-def _passed(release: ApprovedRelease) -> Iterator[str]:
-    """Yield the release checks that passed, and how many they are."""
+def _passed(release: ApprovedRelease, asks: bool) -> Iterator[str]:
+    """Yield the release checks that passed, how many they are, and whether this asks the Hub next."""
     from ..cards.publish.gate import Check
 
     # A release check's sentence says what holds, a license check's what would be wrong.
@@ -200,7 +198,7 @@ def _passed(release: ApprovedRelease) -> Iterator[str]:
     yield from (f"passed {check.id}: {check.sentence}" for check in release.checks if isinstance(check, Check))
     if licenses:
         yield f"passed {', '.join(licenses)}: licenses and origins"
-    yield f"{len(release.checks)} release checks passed"
+    yield f"{len(release.checks)} release checks passed{', now asking the Hub' * asks}"
 
 
 def _write(made: Published, out: Path) -> None:

@@ -90,6 +90,19 @@ def test_other_words_are_understood(word, names):
     assert set(names) <= COMMANDS.keys() and word not in COMMANDS
 
 
+@pytest.mark.parametrize("word, said", {"serve": "serve-vllm.sh TARGET", "diff": "validate HEAD --source"}.items())
+def test_what_no_command_does_is_answered_with_what_does_it(word, said):
+    result = say(word, "head")
+    assert result.exit_code == 2 and said in result.stderr and "mean" not in result.stderr
+
+
+@pytest.mark.parametrize("word, said", {"--epochs": "--set passes=N", "--learning-rate": "--set lr=RATE"}.items())
+def test_a_setting_of_a_recipe_that_is_given_as_an_option_is_understood(word, said):
+    result = say("train", "target", "out", word, "3")
+    assert result.exit_code == 2 and f"Did you mean {said}?" in result.stderr
+    assert said not in say("inspect", "head", word, "3").stderr
+
+
 def test_a_word_that_is_nothing_like_a_command_gets_no_guess():
     result = say("qwertz")
     assert result.exit_code == 2 and "qwertz" in result.stderr and "mean" not in result.stderr
@@ -135,6 +148,27 @@ def test_faults_are_red_on_a_terminal_and_plain_with_no_color(tmp_path):
     assert code == 1 and "error: " in coloured.replace("\x1b[0m", "") and COLOUR.search(coloured)
     code, plain = on_terminal("inspect", missing, NO_COLOR="1")
     assert code == 1 and "error: " in plain and "\x1b" not in plain
+
+
+@pytest.mark.parametrize("wrong", [("inspect", "gone"), ("serve", "head"), ("train", "a", "b", "--epochs", "3"),
+                                   ("to-vllm", "{head}", "out", "--captured", "1,2")])  # fmt: skip
+def test_errors_are_folded_between_words_on_a_terminal(tmp_path, monkeypatch, wrong):
+    monkeypatch.chdir(tmp_path)
+    write_head(Path("some-head"), TRTLLM, MLA, random_slots(MLA))
+    words = [word.format(head="some-head") for word in wrong]
+    code, shown = on_terminal(*words, NO_COLOR="1", COLUMNS="50")
+    lines = shown.replace("\r\n", "\n").splitlines()
+    assert code and len(lines) > 2
+    assert [line for line in lines if len(line) > 50] == []
+    piped = say(*words).stderr
+    assert piped.split() == shown.split() and len(piped.splitlines()) < len(lines)
+
+
+def test_the_next_command_stays_one_line_on_a_terminal(tmp_path):
+    head = str(write_head(tmp_path / "head", TRTLLM, MLA, random_slots(MLA)))
+    out = str(tmp_path / "a folder with a longer name")
+    code, shown = on_terminal("to-vllm", head, out, NO_COLOR="1", COLUMNS="50")
+    assert code == 0 and f"next: kconv validate '{out}' --source {head}" in shown.splitlines()
 
 
 @pytest.mark.parametrize("arguments", [("inspect", "{head}"), ("to-vllm", "{head}", "{out}", "--dry-run"),

@@ -162,7 +162,7 @@ def test_an_output_that_tells_nothing_leaves_the_source_to_its_marks(tmp_path, r
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_next_command_names_a_folder_of_any_name(name, tmp_path):
-    said = next_command("validate", name, "--source", name).removeprefix("next: ")
+    said = str(next_command("validate", name, "--source", name).words).removeprefix("next: ")
     assert ran(said, tmp_path) == [["kconv", "validate", name, "--source", name]]
 
 
