@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -119,6 +119,8 @@ class Inspected(Result):
         else:
             stated = {key: config.get(key) for key in STATED if config.get(key) is not None}
             facts["config"] = ", ".join(f"{key} {value}" for key, value in stated.items()) or "states no dims"
+            if mtp := _mtp(config, reading.checkpoint.tensors):
+                facts["MTP"] = mtp
             if reading.captured:
                 facts["captured"] = f"outputs of layers {list(reading.captured.ids)}: {reading.captured.how}"
         dtype = f", {spec.dtype}" if spec else ""
@@ -137,6 +139,22 @@ class Inspected(Result):
             line, said = known[one.fact].line, f"(by {one.word}, not verified{against})"
             shown[line] = (*shown[line], " ", Styled(said, "yellow"))
         return dict(shown)
+
+
+def _mtp(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> str:
+    """Return what a target has of layers for multi-token prediction, and what its config promises; "" for nothing."""
+    from ..targets.mtp import mtp_faults, mtp_root, mtp_roots
+
+    text = config.get("text_config", config)
+    layers = text.get("num_hidden_layers") if isinstance(text, Mapping) else None
+    if not isinstance(layers, int):
+        return ""
+    dtypes: dict[str, set[str]] = {}
+    for one in tensors.values():
+        dtypes.setdefault(mtp_root(one.name, layers), set()).add(one.dtype)
+    roots = mtp_roots(tensors, layers).items()
+    found = [f"{root} ({count} tensors: {', '.join(sorted(dtypes[root]))})" for root, count in roots]
+    return "; ".join([*found, *(f"{where} {what}" for where, what in mtp_faults(text, tensors))])
 
 
 def _tables(tensors: Collection[TensorInfo]) -> Iterator[Part]:

@@ -23,9 +23,10 @@ from ..checkpoint.manifest import FileRecord
 from ..checkpoint.staging import check_disk, staged
 from ..checkpoint.tensors import TORCH, entry, read_tensor
 from ..checkpoint.values import Scan
-from ..errors import RecipeInvalid, TensorMissing, TensorValue
+from ..errors import RecipeInvalid, TargetInvalid, TensorMissing, TensorValue
 from ..targets.config import TargetConfig
 from ..targets.model import load_target, refuse_other_family
+from ..targets.mtp import mtp_roots
 from ..targets.weights import StoredWeight
 from .calibration import CalibrationPrompts, InputScales
 from .output import bytes_needed, write_beside, write_manifest
@@ -56,6 +57,12 @@ def plan_in_memory(
             fix="Use kconv calibrate, then kconv quantize with its file.",
         )
     said = "none"
+    if mtp := sorted(mtp_roots(source.tensors, config.layers)):
+        raise TargetInvalid(
+            f"ModelOpt loads no MTP layer, and its export would lose {', '.join(mtp)}",
+            where=source.folder,
+            fix="Use kconv calibrate, then kconv quantize with its file, which keeps them.",
+        )
     if prompts:
         digest = prompts.sha256[:16]
         said = f"calibrated by ModelOpt on {prompts.count} prompts, {prompts.tokens} tokens (file sha256 {digest})"

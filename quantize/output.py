@@ -74,7 +74,7 @@ def quantized_config(plan: QuantizePlan) -> tuple[dict[str, Any], dict[str, Any]
                 part.pop(key, None)
     if isinstance(text, dict) and text.get("model_type") in TEXT_MODEL_TYPES:
         text["model_type"] = TEXT_MODEL_TYPES[text["model_type"]]
-    excludes = exclude_modules(plan.linear, {module.name for module in plan.modules})
+    excludes = exclude_modules(plan.linear, {module.name for module in plan.modules}, plan.mtp)
     said = {"weight_only": plan.recipe.weight_only, "kv_cache": plan.recipe.kv_cache, "exclude": excludes}
     config[CONFIG_KEY] = NVFP4.quantization_config(**said)
     return config, NVFP4.hf_quant_config(**said)
@@ -113,6 +113,7 @@ def write_manifest(
             "recipe": plan.recipe.model_dump(mode="json"),
             "input_scale": "none" if plan.recipe.weight_only else plan.inputs.description,
             "quantized_modules": len(plan.modules),
+            "mtp": _describe_mtp(plan),
             "plan": plan.key,
             **made_by,
         },
@@ -132,6 +133,13 @@ def write_manifest(
             out.write((",\n  " if i else "\n  ") + text)
         out.write(f"\n ]{after}\n")
     return file
+
+
+def _describe_mtp(plan: QuantizePlan) -> dict[str, str]:
+    """Return what became of each MTP layer, by its name."""
+    modules = [module.name for module in plan.modules]
+    counts = {root: sum(name.startswith(f"{root}.") for name in modules) for root in plan.mtp}
+    return {root: f"{count:,} modules in NVFP4" if count else "unquantized" for root, count in counts.items()}
 
 
 def _tensor_texts(plan: QuantizePlan, place: Workplace) -> Iterator[str]:

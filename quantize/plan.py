@@ -15,8 +15,9 @@ from typing import Any
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.formats import INPUT_SCALE, NVFP4, fused_group
 from ..checkpoint.header import TensorInfo, byte_size
-from ..errors import RecipeInvalid, TensorShape
+from ..errors import RecipeInvalid, TargetInvalid, TensorShape
 from ..targets.config import TargetConfig
+from ..targets.mtp import mtp_faults, mtp_root, mtp_roots
 from ..targets.weights import Plain, StoredWeight, read_format, stored_weights
 from .calibration import InputScales
 from .recipe import Recipe
@@ -41,6 +42,7 @@ TITLES = {
     "vision_tower": "vision",
     "mm_projector": "vision",
 }
+MTP = "MTP"
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,11 @@ class QuantizePlan:
     inputs: InputScales
     units: tuple[Unit, ...]
     linear: tuple[str, ...]
+
+    @cached_property
+    def mtp(self) -> tuple[str, ...]:
+        """The names of its MTP layers; see `mtp_root`."""
+        return tuple(mtp_roots((name for unit in self.units for name, _, _ in unit.outputs()), self.config.layers))
 
     @property
     def modules(self) -> list[Module]:
@@ -88,6 +95,7 @@ class QuantizePlan:
 
         def add(name: str, action: str, before: int, after: int) -> None:
             part = next((part for mark, part in TITLES.items() if mark in name), "other")
+            part = MTP if mtp_root(name, self.config.layers) else part
             row = found.setdefault((part, action), [0, 0, 0])
             for place, count in enumerate((1, before, after)):
                 row[place] += count
@@ -142,6 +150,12 @@ def plan_quantize(
             f"{source.folder.name} is already NVFP4", where=source.folder, fix="Pass the target that it was made from."
         )
     stored = stored_weights(source, config)
+    for where, what in mtp_faults(config.text, stored):
+        raise TargetInvalid(
+            f"{where} {what}",
+            where=source.folder,
+            fix="Fetch the target's MTP layers, or set the key that promises them to 0 in config.json.",
+        )
     linear = {n.removesuffix(".weight"): w for n, w in stored.items() if _is_linear(n, w)}
     chosen = _choose(linear, config, recipe)
     for weight in chosen.values():
@@ -159,14 +173,21 @@ def _is_linear(name: str, weight: StoredWeight) -> bool:
 def _choose(linear: dict[str, StoredWeight], config: TargetConfig, recipe: Recipe) -> dict[str, StoredWeight]:
     chosen: dict[str, StoredWeight] = {}
     for name, weight in linear.items():
-        inner, layer = name.removeprefix(config.prefix), LAYER.fullmatch(name)
-        # Layers beyond the model's own predict further tokens (MTP); the published NVFP4 targets omit them.
-        own = name.startswith(config.prefix) and layer is not None and int(layer["index"]) < config.layers
-        if own and recipe.takes(inner):
+        inner, root = name.removeprefix(config.prefix), mtp_root(name, config.layers).removeprefix(config.prefix)
+        # In four bits an MTP layer's drafts are accepted less often, and SGLang reads it unquantized only.
+        own = name.startswith(config.prefix) and (LAYER.fullmatch(name) or root)
+        if own and recipe.takes(inner, below=root):
+            if root and not LAYER.fullmatch(name):
+                raise RecipeInvalid(
+                    f"{inner} cannot be NVFP4: vLLM drops each exclude of a module below {root}",
+                    where=f"quantize in the recipe {recipe.name}",
+                    fix=f"Remove the patterns that start with {root}.; its MTP layers stay as they are.",
+                )
             chosen[name] = weight
     inner = [name.removeprefix(config.prefix) for name in chosen]
     for pattern in recipe.quantize:
-        if not any(recipe.model_copy(update={"quantize": (pattern,)}).takes(name) for name in inner):
+        alone = recipe.model_copy(update={"quantize": (pattern,)})
+        if not any(alone.takes(name) for name in inner):
             raise RecipeInvalid(
                 f"the pattern {pattern!r} matches no linear module of this target",
                 where=f"quantize in the recipe {recipe.name}",
@@ -341,11 +362,21 @@ LAYER = re.compile(r"(?P<layer>.*model\.layers\.(?P<index>\d+))\.(?P<rest>.+)", 
 OTHERS = ("mm_projector", "vision_tower")
 
 
-def exclude_modules(linear: Iterable[str], quantized: Collection[str]) -> list[str]:
-    """Return the entries for `exclude_modules` and `ignore` by layer; each covers unquantized modules only."""
+def exclude_modules(linear: Iterable[str], quantized: Collection[str], mtp: Sequence[str] = ()) -> list[str]:
+    """Return the entries for `exclude_modules` and `ignore` by layer; each covers unquantized modules only.
+
+    `mtp` are the names of MTP layers. One that stays unquantized has one entry, as ModelOpt writes it, since engines
+    build modules in it that no tensor is named after: `model.layers.61.head` is its shared_head.head, and vLLM drops
+    entries that start with `mtp.`.
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/deepseek_mtp.py#L66-L70
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/qwen3_next.py#L823
+    """
     parts: dict[str, list[str]] = {}
     entries: dict[str, None] = {}
+    plain = tuple(f"{root}." for root in mtp if not any(module.startswith(f"{root}.") for module in quantized))
     for module in sorted(linear, key=_order):
+        if module.startswith(plain):
+            continue
         found = LAYER.fullmatch(module)
         if found:
             part = next((p for p in PARTS if found["rest"].startswith(f"{p}.")), "")
@@ -360,6 +391,8 @@ def exclude_modules(linear: Iterable[str], quantized: Collection[str]) -> list[s
             entries[part if modules == [part] else f"{part}*"] = None
         else:
             entries |= dict.fromkeys(kept)
+    for root in mtp:
+        entries[f"{root}*" if f"{root}." in plain else f"{root}.head"] = None
     return list(entries)
 
 

@@ -1,7 +1,8 @@
 """Which modules become NVFP4.
 
 Patterns match module names of the text model in Kimi-K2's form, without a wrapper's `language_model.`; `*` matches any
-run of characters, including dots.
+run of characters, including dots. An MTP layer is matched only by patterns that start with its name: `model.layers.61.`
+in DeepSeek-V3, `mtp.` in Qwen3-Next.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ..strict import StrictModel
 
 KvCache = Literal["fp8", "none"]
 # No engine reads these in four bits.
-NEVER = ("model.embed_tokens", "lm_head", "model.layers.*.mlp.gate", "model.layers.*.eh_proj")
+NEVER = ("model.embed_tokens", "lm_head", "model.layers.*.mlp.gate", "*.eh_proj", "*.shared_head.head", "mtp.fc")
 
 
 class Recipe(StrictModel):
@@ -41,9 +42,10 @@ class Recipe(StrictModel):
     weight_only: bool = False
     kv_cache: KvCache = "none"
 
-    def takes(self, module: str) -> bool:
-        """Return whether a module becomes NVFP4; its name is the text model's."""
-        return _any(module, self.quantize) and not _any(module, (*self.keep, *NEVER))
+    def takes(self, module: str, *, below: str = "") -> bool:
+        """Return whether a module becomes NVFP4, by its name in the text model; `below` is its MTP layer, if any."""
+        chosen = tuple(pattern for pattern in self.quantize if not below or pattern.startswith(f"{below}."))
+        return _any(module, chosen) and not _any(module, (*self.keep, *NEVER))
 
 
 def builtin_recipes() -> dict[str, str]:

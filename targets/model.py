@@ -31,6 +31,7 @@ from ..checkpoint.source import Source
 from ..checkpoint.tensors import read_tensor
 from ..errors import TargetInvalid, TargetTooLarge
 from .config import TargetConfig, parse_target_config, read_target_config
+from .mtp import mtp_root
 from .weights import StoredWeight, stored_weights
 
 CausalLM = Any
@@ -48,7 +49,7 @@ OF_IMAGES = ("mrope_section", "mrope_interleaved")
 # How far logits may be from lm_head of the last state, as a share of the largest: rounding only.
 NEAR = 1e-3
 SOURCE_DTYPES = ("BF16", "F16", "F32")
-# Parts of a multimodal target that a text forward does not need.
+# Parts of a multimodal target that a text forward does not need; see `_is_run`.
 NOT_TEXT = (
     "vision_tower.", "mm_projector.", "vision_model.", "multi_modal_projector.", "visual.", "model.visual.",
     "model.vision_tower.", "model.multi_modal_projector.", "audio_tower.", "model.audio_tower.",
@@ -158,7 +159,7 @@ def load_target(folder: Path, dtype: torch.dtype, *, instead: str = STATES) -> C
     checkpoint = open_checkpoint(folder)
     config = parse_target_config(checkpoint.config, where=folder / "config.json")
     stored = stored_weights(checkpoint, config)
-    _check_memory(folder, stored, dtype, instead)
+    _check_memory(folder, config, stored, dtype, instead)
     if config.model_type not in DEEPSEEKS:
         return _load_causal(folder, config, stored, dtype)
     model = build_target(config, dtype)
@@ -201,14 +202,19 @@ def _plain_text(config: TargetConfig, stored: dict[str, StoredWeight]) -> dict[s
     """Return the text model's weights, dequantized, by their names in its own class."""
     found = {}
     for name, weight in stored.items():
-        if not name.startswith(NOT_TEXT):
+        if _is_run(name, config):
             inner = f"model.{name.removeprefix(config.body)}" if name.startswith(config.body) else name
             found[inner.removeprefix(config.prefix)] = weight.read()
     return found
 
 
+def _is_run(name: str, config: TargetConfig) -> bool:
+    """Return whether a text forward needs a tensor: not an image's parts, nor MTP layers."""
+    return not name.startswith(NOT_TEXT) and not mtp_root(name, config.layers)
+
+
 def _refuse_account(folder: Path, config: TargetConfig, account: dict[str, Any]) -> None:
-    unknown = sorted(name for name in account["unexpected_keys"] if not name.startswith(NOT_TEXT))
+    unknown = sorted(name for name in account["unexpected_keys"] if _is_run(name, config))
     missing = sorted(name for name in account["missing_keys"] if not (config.tied and name == "lm_head.weight"))
     wrong = sorted(str(name) for name, *_ in account["mismatched_keys"])
     found = {"missing": missing, "unknown": unknown, "of another shape": wrong}
@@ -239,11 +245,13 @@ def _refuse_other_logits(model: CausalLM, config: TargetConfig) -> None:
 def check_memory(checkpoint: Checkpoint, dtype: torch.dtype, *, instead: str = STATES) -> None:
     """Raise TargetTooLarge, or any other error visible in the headers, if `load_target` would; reads no weights."""
     config = parse_target_config(checkpoint.config, where=checkpoint.folder / "config.json")
-    _check_memory(checkpoint.folder, stored_weights(checkpoint, config), dtype, instead)
+    _check_memory(checkpoint.folder, config, stored_weights(checkpoint, config), dtype, instead)
 
 
-def _check_memory(folder: Path, stored: dict[str, StoredWeight], dtype: torch.dtype, instead: str) -> None:
-    text = [weight for name, weight in stored.items() if not name.startswith(NOT_TEXT)]
+def _check_memory(
+    folder: Path, config: TargetConfig, stored: dict[str, StoredWeight], dtype: torch.dtype, instead: str
+) -> None:
+    text = [weight for name, weight in stored.items() if _is_run(name, config)]
     needed = sum(math.prod(weight.shape) for weight in text) * dtype.itemsize
     left = psutil.virtual_memory().available + psutil.swap_memory().free
     if needed > left:
@@ -316,7 +324,7 @@ def _account(
     wanted: dict[str, tuple[int, ...]],
 ) -> None:
     wanted = {config.prefix + name: shape for name, shape in wanted.items()}
-    present = {name: weight for name, weight in stored.items() if not name.startswith(NOT_TEXT)}
+    present = {name: weight for name, weight in stored.items() if _is_run(name, config)}
     missing, unknown = sorted(wanted.keys() - present.keys()), sorted(present.keys() - wanted.keys())
     if missing or unknown:
         counts = [

@@ -10,29 +10,23 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import subprocess
 from itertools import chain
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from safetensors.torch import load_file, save_file
-from support.quantized_targets import make_form
+from support.quantized_targets import make_form, with_plain_experts
 
-from kconv.checkpoint.folder import open_checkpoint
 from kconv.cli import main
 from kconv.engines.base import Serving
 from kconv.engines.vllm import environment
-from kconv.targets.config import parse_target_config
 from kconv.targets.tokenizer import load_tokenizer
-from kconv.targets.weights import stored_weights
 from kconv.tiny.text import read_corpus
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
 READER = Path(__file__).parent.parent / "support" / "vllm_logprobs.py"
-EXPERTS = ".mlp.experts."
 PROMPTS, TOKENS = 24, 128
 
 
@@ -48,22 +42,6 @@ def quantized(source, tmp_path_factory) -> Path:
     done = CliRunner().invoke(main, [str(word) for word in words])
     assert done.exit_code == 0, done.output
     return out
-
-
-def with_plain_experts(quantized: Path, folder: Path) -> Path:
-    """Write a quantized target with its routed experts dequantized, and said to be plain."""
-    shutil.copytree(quantized, folder, ignore=shutil.ignore_patterns("*.safetensors*", "kconv.json"))
-    tensors = {}
-    for file in quantized.glob("*.safetensors"):
-        tensors |= {name: tensor for name, tensor in load_file(file).items() if EXPERTS not in name}
-    checkpoint = open_checkpoint(quantized)
-    read = stored_weights(checkpoint, parse_target_config(checkpoint.config))
-    experts = {name: weight.read().bfloat16() for name, weight in read.items() if EXPERTS in name}
-    save_file(tensors | experts, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["ignore"] += sorted({f"{name.split(EXPERTS)[0]}.mlp.experts*" for name in experts})
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def test_perplexity_in_vllm_is_within_half_a_percent_of_the_sources(engine_python, source, quantized, tmp_path):

@@ -10,9 +10,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.formats import FP8_BLOCKS, NVFP4, Int4, StoredFormat
 from kconv.checkpoint.header import read_header
-from kconv.targets.weights import Plain, Quantized, StoredWeight
+from kconv.targets.config import parse_target_config
+from kconv.targets.weights import Plain, Quantized, StoredWeight, stored_weights
 
 # As Kimi-K2.5 has it: the routed experts alone are INT4.
 INT4_CONFIG = {
@@ -41,6 +43,7 @@ FP8_CONFIG = {
     "weight_block_size": [128, 128],
 }
 FORMS = ("bf16", "int4", "fp8")
+EXPERTS = ".mlp.experts."
 
 
 def make_form(source: Path, folder: Path, form: str, *, wrapped: bool = False, shards: int = 1) -> Path:
@@ -110,6 +113,25 @@ def _store(name: str, tensor: torch.Tensor, form: str) -> dict[str, torch.Tensor
         weight, scale = quantize_fp8(tensor)
         return {name: weight, f"{base}.weight_scale_inv": scale}
     return {name: tensor.bfloat16()}
+
+
+def with_plain_experts(quantized: Path, folder: Path) -> Path:
+    """Write a quantized target with its routed experts dequantized, and said to be plain.
+
+    vLLM has no NVFP4 experts on a CPU.
+    """
+    shutil.copytree(quantized, folder, ignore=shutil.ignore_patterns("*.safetensors*", "kconv.json"))
+    tensors = {}
+    for file in quantized.glob("*.safetensors"):
+        tensors |= {name: tensor for name, tensor in load_file(file).items() if EXPERTS not in name}
+    checkpoint = open_checkpoint(quantized)
+    read = stored_weights(checkpoint, parse_target_config(checkpoint.config))
+    experts = {name: weight.read().bfloat16() for name, weight in read.items() if EXPERTS in name}
+    save_file(tensors | experts, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["ignore"] += sorted({f"{name.split(EXPERTS)[0]}.mlp.experts*" for name in experts})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def quantize_int4(weight: torch.Tensor, group: int = 32) -> dict[str, torch.Tensor]:

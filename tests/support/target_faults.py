@@ -30,6 +30,7 @@ class TargetFault:
         change: does it, to config.json, the tensors and hf_quant_config.json in place.
         recipe: of the good one.
         wrapped: the good one is as Kimi-K2.5 is, with text_config and a vision tower.
+        mtp: the good one has an MTP layer, as DeepSeek-V3 does.
     """
 
     name: str
@@ -37,6 +38,7 @@ class TargetFault:
     change: Change
     recipe: str = "nvfp4-experts"
     wrapped: bool = False
+    mtp: bool = False
 
 
 def write_changed(good: Path, folder: Path, change: Change) -> Path:
@@ -182,6 +184,25 @@ def kv_scale(*names: str) -> Change:
     return lambda config, tensors, side: tensors.update({name: torch.tensor(1.0) for name in names})
 
 
+MTP = "model.layers.7"
+
+
+def move_mtp(to: str) -> Change:
+    """Return the change that gives the MTP layer another name; it is lost with none."""
+
+    def change(config: Json, tensors: Tensors, side: Json) -> None:
+        for name in [name for name in tensors if name.startswith(f"{MTP}.")]:
+            tensor = tensors.pop(name)
+            if to:
+                tensors[name.replace(f"{MTP}.", f"{to}.")] = tensor
+
+    return change
+
+
+def exclude_mtp_by(*parts: str) -> Change:
+    return excludes(lambda entries: [e for e in entries if e != f"{MTP}*"] + [f"{MTP}.{part}" for part in parts])
+
+
 K_SCALE, V_SCALE = f"{ATTENTION}.k_proj.k_scale", f"{ATTENTION}.v_proj.v_scale"
 NO_KV = both(block(kv_cache_scheme=None), side_block(kv_cache_quant_algo=None))
 FAULTS = (
@@ -223,6 +244,13 @@ FAULTS = (
     TargetFault("six layers counted, and seven there", "K428", layers(6)),
     TargetFault("eight layers counted, and seven there", "K428", layers(8), wrapped=True),
     TargetFault("layers not counted", "K428", layers(None)),
+    TargetFault("an MTP layer promised, and none there", "K429", move_mtp(""), mtp=True),
+    TargetFault("an MTP layer where only Qwen3-Next's is read", "K429", move_mtp("mtp.layers.0"), mtp=True),
+    TargetFault("an MTP layer without its projection", "K429", drop(f"{MTP}.eh_proj.weight"), mtp=True),
+    TargetFault("an MTP layer in NVFP4", "K412", pack(f"{MTP}.mlp.shared_experts.up_proj"), mtp=True),
+    TargetFault("an MTP layer not excluded", "K435", exclude_mtp_by(), mtp=True),
+    TargetFault("an MTP layer excluded by its tensors' names", "K435",
+                exclude_mtp_by("eh_proj", "mlp*", "self_attn*", "shared_head.head"), mtp=True),
     TargetFault("attention not excluded", "K430", without("self_attn")),
     TargetFault("lm_head not excluded", "K430", without("lm_head")),
     TargetFault("experts excluded", "K431", excludes(lambda e: [*e, f"{LAYER}.mlp.experts*"])),

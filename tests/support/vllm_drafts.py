@@ -4,11 +4,11 @@
 
 The request is {"llm": keyword arguments of vllm.LLM, "new_tokens": N, "look_ahead": how many tokens more are generated
 without a head (0 if absent), "prompts": lists of token ids, "together": whether they go side by side, "heads":
-speculative config or null by name}. The answer gives by name {"outputs": ids per prompt, "drafts": K ids per draft per
-prompt, or of all in one list, "counters": what the engine counted meanwhile, by its names, "unreached": the head's
-parameters that no tensor reached, found by kconv's own file START_SERVER}, or {"error": text}. In one
-process a head takes seconds, where a server takes half a minute. vLLM has an emulation of NVFP4 matrices, which its CPU
-build does not consider until it is told to:
+speculative config or null by name, "more": further arguments of vllm.LLM by a head's name}. The answer gives by name
+{"outputs": ids per prompt, "drafts": K ids per draft per prompt, or of all in one list, "counters": what the engine
+counted meanwhile, by its names, "unreached": the head's parameters that no tensor reached, found by kconv's own file
+START_SERVER}, or {"error": text}. In one process a head takes seconds, where a server takes half a minute. vLLM has an
+emulation of NVFP4 matrices, which its CPU build does not consider until it is told to:
 https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/kernels/linear/nvfp4/emulation.py#L14
 """
 
@@ -46,9 +46,9 @@ def counters(llm: LLM) -> dict[str, list[float]]:
     return {name: list(m.values) if hasattr(m, "values") else [m.value] for name, m in found.items()}
 
 
-def generate(request: dict, head: dict | None) -> dict:
+def generate(request: dict, head: dict | None, more: dict) -> dict:
     # Without its statistics an engine in one's own process counts nothing.
-    settings = {"disable_log_stats": False} | request["llm"]
+    settings = {"disable_log_stats": False} | request["llm"] | more
     if head:
         settings["speculative_config"] = head
     llm = LLM(**settings)
@@ -100,7 +100,7 @@ def main(request_file: str, answer_file: str, start_server: str) -> None:
         print(f"== HEAD {name}", flush=True)
         unreached.unlink(missing_ok=True)
         try:
-            answers[name] = generate(request, head)
+            answers[name] = generate(request, head, request.get("more", {}).get(name, {}))
             answers[name]["unreached"] = json.loads(unreached.read_text()) if unreached.exists() else None
         except Exception as fault:
             answers[name] = {"error": f"{type(fault).__name__}: {fault}"}

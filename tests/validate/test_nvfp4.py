@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.heads import linear_modules
+from support.mtp_targets import write_with_mtp
 from support.quantized_targets import make_form
 from support.target_faults import FAULTS, K_SCALE, V_SCALE, block, both, excludes, kv_scale, side_block, write_changed
 
@@ -28,11 +29,12 @@ def good(tiny_target, tmp_path_factory):
     """Return the folder of a good target; each is made once."""
     made = {}
 
-    def find(recipe="nvfp4-experts", form="bf16", wrapped=False):
-        key = recipe, form, wrapped
+    def find(recipe="nvfp4-experts", form="bf16", wrapped=False, mtp=False):
+        key = recipe, form, wrapped, mtp
         if key not in made:
             root = tmp_path_factory.mktemp("good")
-            source = open_checkpoint(make_form(tiny_target, root / "source", form, wrapped=wrapped))
+            plain = write_with_mtp(tiny_target, root / "plain") if mtp else tiny_target
+            source = open_checkpoint(make_form(plain, root / "source", form, wrapped=wrapped))
             plan = plan_quantize(source, parse_target_config(source.config), load_recipe(recipe), data_free())
             quantize(plan, root / "out")
             made[key] = root / "out"
@@ -47,7 +49,7 @@ def check(folder, **options):
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_corruption_is_found_by_the_rule_it_was_made_for(fault, good, tmp_path):
-    folder = write_changed(good(fault.recipe, wrapped=fault.wrapped), tmp_path / "target", fault.change)
+    folder = write_changed(good(fault.recipe, wrapped=fault.wrapped, mtp=fault.mtp), tmp_path / "target", fault.change)
     found = check(folder)
     mine = [finding for finding in found if finding.rule == fault.rule]
     assert mine, [finding.rule for finding in found]
@@ -58,12 +60,13 @@ def test_every_rule_over_targets_has_a_corruption():
     assert {rule.id for rule in TARGET_RULES} - {fault.rule for fault in FAULTS} == set()
 
 
-GOOD = [(recipe, *kind) for recipe in builtin_recipes() for kind in (("bf16", False), ("int4", True))]
+KINDS = (("bf16", False, False), ("int4", True, False), ("fp8", False, True))
+GOOD = [(recipe, *kind) for recipe in builtin_recipes() for kind in KINDS]
 
 
-@pytest.mark.parametrize("recipe, form, wrapped", GOOD, ids=str)
-def test_of_a_good_target_nothing_is_said(recipe, form, wrapped, good):
-    assert check(good(recipe, form, wrapped)) == ()
+@pytest.mark.parametrize("recipe, form, wrapped, mtp", GOOD, ids=str)
+def test_of_a_good_target_nothing_is_said(recipe, form, wrapped, mtp, good):
+    assert check(good(recipe, form, wrapped, mtp)) == ()
 
 
 def published(config, tensors, side):

@@ -16,7 +16,7 @@ from .target import FLOATS, VALUES, TargetSubject
 AGAIN = "Quantize the target again."
 SCALARS = (NVFP4.scale_2, INPUT_SCALE)
 # Modules that no engine reads packed, by the end of their names.
-NEVER = (".mlp.gate", "embed_tokens", ".eh_proj")
+NEVER = (".mlp.gate", "embed_tokens", ".eh_proj", "mtp.fc")
 # The width of a module's input, by the last part of its name, in the config's own keys; `*` multiplies.
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa", "gate_proj", "up_proj"), ("hidden_size",)),
@@ -84,6 +84,10 @@ def kv_b_proj_quantized(subject: TargetSubject) -> Iterator[Found]:
     for base in subject.packed:
         if base.endswith(".kv_b_proj"):
             yield Found(base, "is NVFP4")
+
+
+def mtp_quantized(subject: TargetSubject) -> Iterator[Found]:
+    yield from (Found(root, "has NVFP4 modules") for root, packed in subject.mtp.items() if packed)
 
 
 def kv_scale_half(subject: TargetSubject) -> Iterator[Found]:
@@ -273,6 +277,16 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         fix="Export the target again, or remove both. Engines then use 1.0.",
         engines=ENGINES,
         check=kv_scale_half,
+    ),
+    Rule(
+        "K412",
+        "mtp-quantized",
+        "error",
+        "An MTP layer has NVFP4 modules. SGLang reads the MTP of a ModelOpt NVFP4 target as unquantized.",
+        fix="Quantize the target again with a recipe that does not name the MTP layer.",
+        engines=concerned("K412"),
+        seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/deepseek_nextn.py#L75-L79",
+        check=mtp_quantized,
     ),
     Rule(
         "K440",

@@ -9,8 +9,9 @@ from typing import Any
 
 from ...checkpoint.formats import CONFIG_KEY, NVFP4, SIDE_FILE
 from ...rule import Found, Rule
+from ...targets.mtp import mtp_faults
 from .subject import concerned
-from .target import LAYER, OWN_LAYER, TargetSubject, bare, entries_of
+from .target import LAYER, OWN_LAYER, Excludes, TargetSubject, bare, entries_of
 
 MODELOPT = "https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py"
 
@@ -79,10 +80,27 @@ def layers_miscounted(subject: TargetSubject) -> Iterator[Found]:
     absent = next((layer for layer in range(counted) if layer not in stored), None)
     if absent is not None:
         yield Found("config.json: num_hidden_layers", f"is {counted}, but layer {absent} is not stored")
-    # Layers that draft the next tokens come after the last one, or are omitted.
+    # MTP layers come after the last one; `mtp_missing` finds those that are not there.
     uncounted = [layer for layer in stored if layer >= counted + (extra if isinstance(extra, int) else 0)]
     if uncounted:
         yield Found("config.json: num_hidden_layers", f"is {counted}, but layer {min(uncounted)} is stored")
+
+
+def mtp_missing(subject: TargetSubject) -> Iterator[Found]:
+    yield from (Found(*fault) for fault in mtp_faults(subject.text, subject.tensors))
+
+
+def mtp_not_excluded(subject: TargetSubject) -> Iterator[Found]:
+    if not subject.packed or not subject.block:
+        return
+    for root, packed in subject.mtp.items():
+        # vLLM drops entries that start with "mtp." when it renames the target's modules, and looks for
+        # shared_head.head as head.
+        entries = Excludes(tuple(entry for entry in subject.excludes.entries if not entry.startswith("mtp.")))
+        asked = [f"{root}.head"] if packed else [f"{root}.head", f"{root}.layers.0.mlp", f"{root}.self_attn.o_proj"]
+        lacking = [name for name in asked if entries.covering(name) is None]
+        if lacking:
+            yield Found(root, f"is unquantized, but no entry of ignore covers {lacking[0]}")
 
 
 def _kv(block: Mapping[str, Any]) -> str:
@@ -252,6 +270,16 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         check=layers_miscounted,
     ),
     Rule(
+        "K429",
+        "mtp-missing",
+        "error",
+        "The config promises layers for multi-token prediction (MTP), but the files hold none that an engine reads."
+        " With MTP vLLM stops, or drafts with uninitialized memory.",
+        fix="Quantize the target again from files that hold them, or set the key to 0.",
+        seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/deepseek_mtp.py#L515-L533",
+        check=mtp_missing,
+    ),
+    Rule(
         "K430",
         "unquantized-not-excluded",
         "error",
@@ -297,5 +325,15 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         fix=IGNORE,
         engines=concerned("K434"),
         check=exclude_part_of_name,
+    ),
+    Rule(
+        "K435",
+        "mtp-not-excluded",
+        "error",
+        "An MTP layer is unquantized, but not excluded as a whole. vLLM builds NVFP4 modules in it, some under names"
+        " that no tensor has, and drafts with what no scale was loaded into.",
+        fix="Add the layer's name followed by *, e.g. model.layers.61* or mtp*, to both exclude lists.",
+        seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/deepseek_mtp.py#L66-L70",
+        check=mtp_not_excluded,
     ),
 )

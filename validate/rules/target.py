@@ -13,6 +13,7 @@ from ...checkpoint.folder import read_json
 from ...checkpoint.formats import CONFIG_KEY, NVFP4, SIDE_FILE, PartFault
 from ...checkpoint.header import TensorInfo
 from ...errors import KconvError
+from ...targets.mtp import mtp_root, mtp_roots
 from .subject import Subject
 
 # The dtype of packed values.
@@ -136,10 +137,24 @@ class TargetSubject(Subject):
         return tuple(fault for base, parts in self.packed.items() for fault in NVFP4.faults(base, parts))
 
     @cached_property
+    def mtp(self) -> Mapping[str, bool]:
+        """Its MTP layers by their names (`mtp_root`), and whether one has NVFP4 modules."""
+        layers = self.text.get("num_hidden_layers")
+        if not isinstance(layers, int):
+            return {}
+        packed = {mtp_root(base, layers) for base in self.packed}
+        return {root: root in packed for root in mtp_roots(self.tensors, layers)}
+
+    @cached_property
     def plain(self) -> tuple[str, ...]:
-        """Unquantized linear layers that engines would treat as NVFP4 unless they are excluded."""
-        found = []
+        """Unquantized linear layers that engines would treat as NVFP4 unless they are excluded.
+
+        Those of MTP layers that are unquantized throughout need one entry for all.
+        """
+        found, mtp = [], tuple(f"{root}." for root, packed in self.mtp.items() if not packed)
         for name, info in self.tensors.items():
+            if name.startswith(mtp):
+                continue
             base, _, suffix = name.rpartition(".")
             last = base.rpartition(".")[2]
             linear = last.endswith(("_proj", "_proj_with_mqa")) and "layers." in base
