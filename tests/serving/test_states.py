@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -122,6 +123,23 @@ def test_states_of_something_else_are_refused(runner, hand_out, how, what):
     hand_out(**how)
     with pytest.raises(StatesInvalid, match=what):
         runner.capture(torch.tensor([IDS]), CAPTURED)
+
+
+@pytest.mark.parametrize("scale", [0.02, 0.3])
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_a_logprob_of_bf16_states_is_that_of_float32(runner, tmp_path, scale, dtypes):
+    """For flat logits and for one that has nearly all of the probability, which bfloat16 would round by up to 0.5."""
+    generator, hidden = torch.Generator().manual_seed(0), runner.config.hidden
+    states = torch.randn(3, hidden, generator=generator).to(dtypes[0])
+    lm_head = (torch.randn(20_000, hidden, generator=generator) * scale).to(dtypes[1])
+    lm_head[7] = 1.5 * states[2]
+    expected = torch.nn.functional.linear(states.double(), lm_head.double()).log_softmax(-1)
+    told = replace(runner, lm_head=lm_head, dtype="F32")
+    for row, token in [(0, 3), (2, 7), (2, 11)]:
+        logprob = float(expected[row, token])
+        told._hold(states, [(row, token, logprob, {"F32": 5e-3})])
+        with pytest.raises(StatesInvalid, match="has logprob"):
+            told._hold(states, [(row, token, logprob - 0.02, {"F32": 5e-3})])
 
 
 def streams(model, layers=(2, 4, 6, 7)) -> torch.Tensor:
