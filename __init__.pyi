@@ -77,7 +77,7 @@ def inspect(
         layers: Decoder layers of the head, if the config states the target's.
         max_positions: Longest context that you will serve.
         norm_before_residual: norm_before_residual, if the config omits it.
-        mask_token: mask_token_id of a DFlash drafter, if the config omits it.
+        mask_token: mask_token_id of a DFlash drafter or P-EAGLE head, if unstated.
         sample_from_anchor: sample_from_anchor of a DFlash drafter, if nothing says it.
         target: The target; its depth decides the default captured layers.
         target_layers: The target's depth, instead of --target.
@@ -134,7 +134,7 @@ def vocab(
         layers: Decoder layers of the head, if the config states the target's.
         max_positions: Longest context that you will serve.
         norm_before_residual: norm_before_residual, if the config omits it.
-        mask_token: mask_token_id of a DFlash drafter, if the config omits it.
+        mask_token: mask_token_id of a DFlash drafter or P-EAGLE head, if unstated.
         sample_from_anchor: sample_from_anchor of a DFlash drafter, if nothing says it.
         target: The target; its depth decides the default captured layers.
         target_layers: The target's depth, instead of --target.
@@ -196,7 +196,7 @@ def convert(
         layers: Decoder layers of the head, if the config states the target's.
         max_positions: Longest context that you will serve.
         norm_before_residual: norm_before_residual, if the config omits it.
-        mask_token: mask_token_id of a DFlash drafter, if the config omits it.
+        mask_token: mask_token_id of a DFlash drafter or P-EAGLE head, if unstated.
         sample_from_anchor: sample_from_anchor of a DFlash drafter, if nothing says it.
         target: The target; its depth decides the default captured layers.
         target_layers: The target's depth, instead of --target.
@@ -275,7 +275,7 @@ def validate(
         layers: Decoder layers of the head, if the config states the target's.
         max_positions: Longest context that you will serve.
         norm_before_residual: norm_before_residual, if the config omits it.
-        mask_token: mask_token_id of a DFlash drafter, if the config omits it.
+        mask_token: mask_token_id of a DFlash drafter or P-EAGLE head, if unstated.
         sample_from_anchor: sample_from_anchor of a DFlash drafter, if nothing says it.
         target: The target; its depth decides the default captured layers.
         target_layers: The target's depth, instead of --target.
@@ -352,7 +352,7 @@ def bench(
         layers: Decoder layers of the head, if the config states the target's.
         max_positions: Longest context that you will serve.
         norm_before_residual: norm_before_residual, if the config omits it.
-        mask_token: mask_token_id of a DFlash drafter, if the config omits it.
+        mask_token: mask_token_id of a DFlash drafter or P-EAGLE head, if unstated.
         sample_from_anchor: sample_from_anchor of a DFlash drafter, if nothing says it.
         target: The target; its depth decides the default captured layers.
         target_layers: The target's depth, instead of --target.
@@ -730,7 +730,7 @@ def quantize_head(
         layers: Decoder layers of the head, if the config states the target's.
         max_positions: Longest context that you will serve.
         norm_before_residual: norm_before_residual, if the config omits it.
-        mask_token: mask_token_id of a DFlash drafter, if the config omits it.
+        mask_token: mask_token_id of a DFlash drafter or P-EAGLE head, if unstated.
         sample_from_anchor: sample_from_anchor of a DFlash drafter, if nothing says it.
         target: The target; its depth decides the default captured layers.
         target_layers: The target's depth, instead of --target.

@@ -217,10 +217,11 @@ def _with_words(
         if told is None:
             continue
         stated, default = flat.get(key), next(one.default for one in drafter.keys if key in one.names)
-        if stated is None and key not in table.must_state and default and default(flat) != told:
+        meant = default(flat) if default and stated is None and key not in table.must_state else None
+        if meant not in (None, told):
             problems.add(
                 ConfigInvalid,
-                f"{key} is not in the config, which means {json.dumps(default(flat))} in this layout, but the option"
+                f"{key} is not in the config, which means {json.dumps(meant)} in this layout, but the option"
                 f" says {json.dumps(told)}",
                 in_config(key),
                 "Remove the option. If the config lost the key, add it there with the value used in training.",

@@ -8,6 +8,10 @@ predicts x[t+1+k]. Engines do the same: tokens shifted by one against the states
 one position further with each step
 (https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/spec_decode/llm_base_proposer.py#L776-L815).
 
+A P-EAGLE head drafts the same places in one pass: step k > 1 takes the mask token and the fused `mask_hidden` instead,
+so it does not depend on what was drafted before
+(https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/spec_decode/llm_base_proposer.py#L1402-L1414).
+
 A text of T tokens has chains t = 0 .. T-2-K, whose K predictions all lie within it: T' = T-1-K chains.
 
 The text is given (teacher forcing), so all chains run at once. In an engine, a chain is fed the tokens that it drafted,
@@ -117,14 +121,16 @@ def unroll(head: DraftHead, tokens: Tensor, captured: Tensor, steps: int) -> Ite
         steps: K.
     """
     chains = count_chains(tokens.shape[1], steps)
-    hidden = head.fuse(captured[:, :chains])
+    inputs, hidden = tokens[:, 1 : 1 + chains], head.fuse(captured[:, :chains])
     positions = torch.arange(chains, device=tokens.device)
-    context = ChainContext()
+    context, mask = ChainContext(), head.spec.mask
     for k in range(1, steps + 1):
-        inputs = tokens[:, k : k + chains]
         returned, logits = head.step(inputs, hidden, positions + k - 1, context)
         yield DraftStep(inputs, hidden, returned, logits)
-        hidden = returned
+        if mask is None:
+            inputs, hidden = tokens[:, k + 1 : k + 1 + chains], returned
+        else:
+            inputs, hidden = torch.full_like(inputs, mask), head.fuse(head.weights["mask_hidden"]).expand_as(returned)
 
 
 def draft_logits(head: DraftHead, tokens: Tensor, captured: Tensor, steps: int) -> Tensor:

@@ -1,5 +1,7 @@
 """Eagle3: a decoder layer that reads three of the target's hidden states and then its own output.
 
+P-EAGLE is a variant: its later steps read a learned state and a mask token instead, so that one pass drafts all tokens.
+
 The object `EAGLE3` is at the end. What a head is stands in `spec.HeadSpec`, its forward in `forward`, its chain in
 `chain`, and how its captured layers are read in `captured`.
 """
@@ -49,6 +51,11 @@ def _norms_qk(spec: HeadSpec) -> bool:
     return isinstance(spec.attention, Gqa) and spec.norms.qk
 
 
+def is_parallel(spec: HeadSpec | None) -> bool:
+    """Return whether it is a P-EAGLE head, as far as it is known what it is."""
+    return spec is not None and spec.mask is not None
+
+
 def _is_reduced(spec: HeadSpec) -> bool:
     return spec.draft_vocab != spec.vocab
 
@@ -68,6 +75,7 @@ SLOTS = (
     Slot("fc.bias", "hidden", lambda s: s.fc_bias),
     Slot("fc_norm.{a}", "target_hidden", lambda s: s.norms.fc),
     Slot("input_norm", "captured*target_hidden", lambda s: s.norms.before_fc),
+    Slot("mask_hidden", "1, 1, captured*target_hidden", is_parallel),
     Slot("{i}.input_layernorm", "hidden", layers="all"),
     Slot("{i}.hidden_norm", "hidden", layers="first"),
     Slot("{i}.q_proj", "heads*head_dim, attn_in", _is_gqa, layers="all"),
@@ -120,6 +128,7 @@ def dims(spec: HeadSpec, layer: int = 0) -> dict[str, int]:
 
 # Config keys
 
+MASK = "mask_token_id"
 
 KEYS = (
     Key("hidden", ("hidden_size",), "count"),
@@ -140,6 +149,8 @@ KEYS = (
     Key("norms.fc", ("fc_norm",), "flag", off, also=("use_aux_norm",)),
     # The second name is TensorRT-LLM's older one.
     Key("norms.output", ("norm_output", "eagle_config.return_hidden_post_norm"), "flag", off),
+    # The other names are those that vLLM reads too.
+    Key("mask", (MASK,), "token", none, also=("pard_token", "ptd_token_id")),
     Key("tokens.bos", ("bos_token_id",), "token", none),
     Key("tokens.eos", ("eos_token_id",), "token", none),
     Key("tokens.pad", ("pad_token_id",), "token", none),
@@ -189,6 +200,7 @@ ELSEWHERE = frozenset(
     partial_rotary_factor max_position_embeddings num_aux_hidden_states
     eagle_aux_hidden_state_layer_ids eagle_config.eagle_aux_hidden_state_layer_ids
     eagle_config.aux_hidden_state_layer_ids_are aux_hidden_state_layer_ids_are kv_lora_rank sliding_window layer_types
+    parallel_drafting
     """.split()
 )
 
@@ -220,6 +232,34 @@ def _check_unsupported(config: Config, tensors: Names, problems: Problems) -> No
             continue
         check_fixed(name, allowed, config, problems, fix=FIXES.get(name, ""), code=codes.get(name, "K013"))
     check_full_attention(config, problems)
+    mask, vocab = _stated_mask(config), config.get("vocab_size")
+    if mask is None and _says_parallel(config, tensors):
+        problems.add(
+            ConfigInvalid,
+            f"this is a P-EAGLE head, and the config has no {MASK}: the token of the entries after a draft's first",
+            in_config(MASK),
+            "Pass --mask-token, as the head was trained.",
+            "K025",
+            "--mask-token",
+        )
+    if isinstance(mask, int) and isinstance(vocab, int) and mask >= vocab:
+        problems.add(
+            ConfigInvalid,
+            f"{MASK} is {mask}, but the embedding has {vocab} rows",
+            in_config(MASK),
+            "Correct the key: the mask is a token of the embedding that the head reads.",
+            "K012",
+        )
+
+
+def _stated_mask(config: Config) -> Json:
+    key = next(key for key in KEYS if key.field == "mask")
+    return next((v for name in key.names + key.also if (v := config.get(name)) is not None), None)
+
+
+def _says_parallel(config: Config, names: Names) -> bool:
+    """Return whether a head's files are those of P-EAGLE, whatever the mask token."""
+    return _has(names, "mask_hidden") or config.get("parallel_drafting") is True
 
 
 def _check_count(
@@ -311,13 +351,6 @@ RELATIVES = (
         lambda _, names: _has(names, "eh_proj.weight", ".enorm.weight", "mtp.fc.weight") and stored_layers(names) < 3,
     ),
     Kind(
-        "P-EAGLE",
-        "a P-EAGLE head (it drafts all tokens in parallel, from mask_hidden), not a plain Eagle3 head",
-        "Serve it with an engine that has parallel drafting; kconv does not convert these.",
-        lambda config, names: _has(names, "mask_hidden") or config.get("parallel_drafting") is True,
-        is_head=True,
-    ),
-    Kind(
         "Kimi-K3 head",
         "an Eagle3 head for Kimi-K3, whose attention has no RoPE",
         "Serve it with the engine that it was made for; kconv does not support Kimi-K3 heads yet.",
@@ -384,6 +417,19 @@ FACTS = {
             fills=True,
         ),
         Fact(
+            MASK,
+            "K025",
+            hint="mask_token",
+            line="variant",
+            read=lambda spec: spec.mask,
+            candidates=lambda config, hints, names: [
+                Candidate(None, "the id of the tokenizer's mask token, or of another that no text has")
+            ],
+            stated=lambda config: _stated_mask(config) is not None,
+            fills=True,
+            words="mask token {}",
+        ),
+        Fact(
             "num_hidden_layers",
             TARGETS_DEPTH,
             hint="layers",
@@ -405,11 +451,17 @@ def _looks_like(names: Names) -> bool:
 
 
 def _derived(values: Config, config: Config, names: Names) -> dict[str, Any]:
-    return {"norms.qk": "attention.kv_lora_rank" not in values and _asks_for_qk_norms(config, names)}
+    qk = "attention.kv_lora_rank" not in values and _asks_for_qk_norms(config, names)
+    # A mask token that is not known is a problem by then, so nothing reads this one.
+    unknown = {"mask": 0} if values["mask"] is None and _says_parallel(config, names) else {}
+    return {"norms.qk": qk} | unknown
 
 
 def _lines(spec: HeadSpec) -> dict[str, str]:
-    return {"norms": ", ".join(name for name, on in asdict(spec.norms).items() if on) or "plain"}
+    variant = (
+        {"variant": f"P-EAGLE: drafts all tokens in one pass, mask token {spec.mask}"} if is_parallel(spec) else {}
+    )
+    return {"norms": ", ".join(name for name, on in asdict(spec.norms).items() if on) or "plain"} | variant
 
 
 def _load(spec: HeadSpec, weights: Mapping[str, Tensor]) -> DraftHead:
@@ -433,15 +485,19 @@ def refuse_others(drafter: Drafter, does: str) -> None:
 
 
 def only_eagle3(spec: Spec, does: str) -> HeadSpec:
-    """Return the spec of an Eagle3 head; see `refuse_others`."""
+    """Return the spec of an Eagle3 head that drafts a token a step; see `refuse_others`."""
     refuse_others(spec.drafter, does)
-    return cast(HeadSpec, spec)
+    head = cast(HeadSpec, spec)
+    if is_parallel(head):
+        what = f"kconv {does} only Eagle3 heads that draft a token a step, and this is a P-EAGLE head"
+        raise LayoutCannot(what, fix="Use it as it is.")
+    return head
 
 
 EAGLE3 = Drafter(
     name="eagle3",
     title="Eagle3 head",
-    lead=lambda _: "An Eagle3 draft head",
+    lead=lambda spec: f"{'A P-EAGLE' if is_parallel(spec) else 'An Eagle3'} draft head",
     spec=HeadSpec,
     slots=SLOTS,
     dims=dims,

@@ -157,6 +157,8 @@ class HeadSpec:
         max_positions: tokens that the head may read; an engine's RoPE table has this many rows, except for YaRN in vLLM
             (`Yarn.reach`).
         tokens: special token ids.
+        mask: the token of a P-EAGLE head's entries after a chain's first, which takes `fc(mask_hidden)` for its hidden
+            state; None for a head of which each step reads what the step before returned.
         mlp_bias, fc_bias: whether these linear layers have a bias.
     """
 
@@ -174,6 +176,7 @@ class HeadSpec:
     max_positions: int
     norms: Norms = field(default_factory=Norms)
     tokens: Tokens = field(default_factory=Tokens)
+    mask: int | None = None
     mlp_bias: bool = False
     fc_bias: bool = False
 

@@ -216,7 +216,8 @@ def _flat(words: Iterable[Word]) -> Iterator[str]:
     """
     for option, value in pairwise([*words, ""]):
         if isinstance(value, Mapping):
-            yield from chain.from_iterable((f"{option}.{key}", str(one)) for key, one in value.items())
+            spelled = {key: "true" if one is True else str(one) for key, one in value.items()}
+            yield from chain.from_iterable((f"{option}.{key}", one) for key, one in spelled.items())
         elif isinstance(option, str):
             yield option
 

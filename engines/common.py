@@ -74,6 +74,7 @@ OUTSIDE = (
     Row("fc.bias", ("fc.bias",)),
     Row("fc_norm.{a}.weight", ("fc_norm.{a}",)),
     Row("input_norm.weight", ("input_norm",)),
+    Row("mask_hidden", ("mask_hidden",)),
     Row("norm.weight", ("norm",)),
     Row("lm_head.weight", ("lm_head",)),
     Row("embed_tokens.weight", ("embed_tokens",)),

@@ -65,6 +65,7 @@ OWN_LAYOUTS = {
         Own("vllm", "vllm", "VLLM", ("vllm",), written=True),
         Own("safeailab", "trainers", "SAFEAILAB"),
         Own("specforge", "trainers", "SPECFORGE"),
+        Own("specforge-peagle", "trainers", "SPECFORGE_PEAGLE"),
         Own("torchspec", "trainers", "TORCHSPEC"),
         Own("trtllm", "trtllm", "TRTLLM", ("trtllm",), written=True),
         Own("modelopt", "trainers", "MODELOPT", ("trtllm",)),

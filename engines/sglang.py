@@ -14,7 +14,7 @@ from typing import Any
 
 from ..checkpoint.formats import NVFP4
 from ..drafters.base import Spec
-from ..drafters.eagle3 import EAGLE3
+from ..drafters.eagle3 import EAGLE3, is_parallel
 from ..drafters.keys import CONVENTION, IDS, INPUTS, NESTED, OUTPUTS, TOP
 from ..drafters.spec import Gqa, HeadSpec, Mla
 from ..drafters.yarn import cos_sin_factor, m
@@ -216,6 +216,14 @@ SGLANG = Layout(
     target_limits=TARGET_LIMITS,
     limits=(
         *MLA_ROPE,
+        Limit(
+            "K354",
+            "sglang-parallel",
+            is_parallel,
+            "SGLang has no parallel drafting: it skips mask_hidden, and drafts a token a step",
+            "Serve this head with vLLM.",
+            f"{GQA_LOADER}#L370-L377",
+        ),
         Limit(
             "K331",
             "sglang-skips-fc",

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..checkpoint.schema import Json
-from ..drafters.eagle3 import EAGLE3
+from ..drafters.eagle3 import EAGLE3, MASK, is_parallel
 from ..drafters.keys import CONVENTION, IDS, INPUTS, OUTPUTS, TOP, ConfigTable
 from ..drafters.spec import HeadSpec
 from .common import HIDDEN, MIDLAYER, MIDLAYERS, OUTSIDE, beside, has_midlayer, head_rows, instead, is_mla, later_norm
@@ -49,6 +49,19 @@ SPECFORGE = Layout(
     rows=ROWS,
     told_by=lambda config, names: has_midlayer(names) and _has_vocabulary(names) and not config.get("kv_lora_rank"),
     config=ConfigTable(otherwise={"norm_output": (True, None)}),
+)
+
+# Its P-EAGLE heads have several layers, and maps of a whole vocabulary too. Their config has neither the mask token nor
+# the captured layers.
+# https://github.com/sgl-project/SpecForge/blob/1cfba9707edb55fa594e09be3d2b3c394ffd5cc6/specforge/modeling/draft/peagle.py
+SPECFORGE_PEAGLE = Layout(
+    name="specforge-peagle",
+    drafter=EAGLE3,
+    engine="SpecForge (P-EAGLE)",
+    rows=head_rows("layers.{i}"),
+    told_by=lambda config, names: (
+        "PEagleDraftModel" in str(config.get("architectures")) and "speculators_model_type" not in config
+    ),
 )
 
 # TorchSpec had no `norm_output`; its MLA heads later got EAGLE-3.1's. A GQA head with the key and without any mark of
@@ -93,7 +106,7 @@ def _automodel_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _inside(row: Row) -> Row:
-    outside = row.name.startswith(("lm_head.", "d2t", "t2d"))
+    outside = row.name.startswith(("lm_head.", "d2t", "t2d", "mask_hidden"))
     return row if outside else replace(row, name=f"model.{row.name}")
 
 
@@ -135,7 +148,7 @@ DEEPSPEC = Layout(
 SPECULATORS_SOURCE = "https://github.com/vllm-project/speculators/blob/v0.9.0/src/speculators"
 SPECULATORS_CORE = f"{SPECULATORS_SOURCE}/models/eagle3/core.py"
 OF_THE_SPECULATOR = (
-    "draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "target_hidden_size",
+    "draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "target_hidden_size", MASK,
 )  # fmt: skip
 
 
@@ -143,23 +156,25 @@ def _speculators_config(spec: HeadSpec, target: TargetFacts | None = None) -> di
     """Return the config as speculators 0.9 writes it: the layer's keys in a nested object, and the target by name."""
     config = write_keys(spec)
     del config["eagle_config"]
-    outer = {key: config.pop(key) for key in OF_THE_SPECULATOR}
+    outer = {key: config.pop(key) for key in OF_THE_SPECULATOR if key in config}
+    # https://github.com/vllm-project/speculators/blob/v0.9.0/src/speculators/models/peagle/config.py
+    algorithm, named = ("peagle", "PEagleSpeculator") if is_parallel(spec) else ("eagle3", "Eagle3DraftModel")
     layer = config | {"model_type": identity(spec)["model_type"]}
     verifier = {"architectures": [target.architecture] if target and target.architecture else []}
     method = {"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1}
     return outer | {
-        "architectures": ["Eagle3DraftModel"],
+        "architectures": [named],
         # Layer inputs, as in vLLM.
         TOP: [i + 1 for i in spec.captured],
         CONVENTION: INPUTS,
         "embed_requires_grad": False,
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": algorithm,
             "default_proposal_method": "greedy",
             "proposal_methods": [method],
             "verifier": verifier | {"name_or_path": target.name if target else None},
         },
-        "speculators_model_type": "eagle3",
+        "speculators_model_type": algorithm,
         "speculators_version": "0.9.0",
         "torch_dtype": config["torch_dtype"],
         "transformer_layer_config": layer,
@@ -229,7 +244,16 @@ SPECULATORS = Layout(
     told_by=lambda config, names: "speculators_model_type" in config or "transformer_layer_config" in config,
     config=ConfigTable(
         nested="transformer_layer_config",
-        ballast=frozenset(("speculators_config", "speculators_model_type", "speculators_version")),
+        ballast=frozenset(
+            (
+                "speculators_config",
+                "speculators_model_type",
+                "speculators_version",
+                "num_depths",
+                "down_sample_ratio",
+                "down_sample_ratio_min",
+            )
+        ),
         must_state={
             "norm_before_residual": "if the key is absent, vLLM assumes true and the speculators library false"
             " (https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/transformers_utils/configs/speculators/algos.py#L33)"

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from ..drafters.base import Spec
-from ..drafters.eagle3 import EAGLE3
+from ..drafters.eagle3 import EAGLE3, is_parallel
 from ..drafters.keys import CONVENTION, IDS, OUTPUTS
 from ..drafters.spec import Gqa, HeadSpec
 from ..drafters.yarn import cos_sin_factor, m
@@ -126,6 +126,14 @@ TRTLLM = Layout(
     replaces=EMBEDDING,
     limits=(
         *MLA_ROPE,
+        Limit(
+            "K355",
+            "trtllm-parallel",
+            is_parallel,
+            "TensorRT-LLM's Eagle3 has no parallel drafting: it skips mask_hidden, and drafts a token a step",
+            "Serve this head with vLLM.",
+            f"{MODEL}#L943-L987",
+        ),
         Limit(
             "K346",
             "trtllm-qk-norm",

@@ -10,10 +10,10 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ..checkpoint.folder import read_json
-from ..drafters.eagle3 import EAGLE3
+from ..drafters.eagle3 import EAGLE3, is_parallel
 from ..drafters.keys import CONVENTION, IDS, INPUTS, NESTED, TOP
 from ..drafters.rope_keys import DEFAULT_THETA
 from ..drafters.spec import Gqa, HeadSpec, Linear, Mla, Yarn
@@ -111,6 +111,14 @@ VLLM = Layout(
             "vLLM silently drops fc.bias",
             "Serve this head with TensorRT-LLM, or train one without the bias.",
             f"{VLLM_SOURCE}/model_executor/models/utils.py#L458",
+        ),
+        Limit(
+            "K353",
+            "vllm-mla-parallel",
+            lambda s: is_mla(s) and is_parallel(s),
+            "vLLM's MLA head has no place for mask_hidden, so it cannot draft in parallel",
+            "Train a P-EAGLE head with GQA, or an MLA head that drafts a token a step.",
+            f"{VLLM_SOURCE}/model_executor/models/deepseek_eagle3.py#L361-L386",
         ),
         Limit(
             "K324",
@@ -226,12 +234,23 @@ def _words(served: Deployment) -> list[Word]:
     return words
 
 
-METHODS: Mapping[str, Callable[[Drafts], str]] = {EAGLE3.name: lambda _: "eagle3", dflash.DFLASH.name: dflash.in_vllm}
+def _in_eagle3(drafts: Drafts) -> dict[str, Any]:
+    """Without its flag, a P-EAGLE head is served as an ordinary one: vLLM skips mask_hidden with a line in its log.
+
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/llama_eagle3.py#L431-L439
+    """
+    spec = cast(HeadSpec | None, drafts.spec)
+    return {"method": "eagle3"} | ({"parallel_drafting": True} if is_parallel(spec) else {})
+
+
+METHODS: Mapping[str, Callable[[Drafts], dict[str, Any]]] = {
+    EAGLE3.name: _in_eagle3,
+    dflash.DFLASH.name: lambda drafts: {"method": dflash.in_vllm(drafts)},
+}
 
 
 def _speculative(head: str, drafts: Drafts) -> dict[str, Any]:
-    method = METHODS[family_of(drafts.spec)](drafts)
-    return {"model": head, "method": method, "num_speculative_tokens": drafts.draft_tokens}
+    return {"model": head, **METHODS[family_of(drafts.spec)](drafts), "num_speculative_tokens": drafts.draft_tokens}
 
 
 def speculation(serving: Serving) -> dict[str, Any] | None:

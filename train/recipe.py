@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from ..checkpoint.schema import MAX_YAML, Wrong, line_of, no_such_key, parse_yaml, read_bounded, wrong_value
 from ..drafters.base import Spec
 from ..drafters.captured import default_outputs
+from ..drafters.eagle3 import is_parallel
 from ..drafters.rope_keys import read_rope
 from ..drafters.spec import Gqa, HeadSpec, Linear, Llama3, Mla, Norms, Rope, Tokens, Yarn
 from ..errors import RecipeInvalid
@@ -122,6 +123,7 @@ class EagleRecipe(DrafterRecipe):
             "norms": spec.norms != Norms(),
             "biases": spec.mlp_bias or spec.fc_bias,
             "a different width": spec.hidden != spec.target_hidden,
+            "parallel drafting": is_parallel(spec),
         }
         refuse_unlike(unlike)
         return {

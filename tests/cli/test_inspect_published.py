@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from support.published import EAGLE3, OTHERS, Form
 
 from kconv.cli import main
+from kconv.drafters.facts import stored_layers
 from kconv.engines import BY_NAME
 from kconv.options import flag
 
@@ -31,7 +32,7 @@ def said(form: Form) -> list[object]:
 
 
 def test_there_are_as_many_forms_as_promised():
-    assert len(EAGLE3) >= 24 and len(OTHERS) >= 9
+    assert len(EAGLE3) >= 36 and len(OTHERS) >= 7
     assert all(form.source.startswith("https://") for form in (EAGLE3 | OTHERS).values())
 
 
@@ -65,7 +66,8 @@ def test_what_a_head_leaves_open_stands_there_with_what_would_decide_it(form, tm
 def test_what_is_left_open_is_decided_by_the_options_that_the_form_names(form, tmp_path):
     head = form.write(tmp_path / "head")
     found = inspect(head, *said(form))
-    assert found["undecided"] == [] and found["convertible"] and found["spec"]["layers"] == 1
+    assert found["undecided"] == [] and found["convertible"]
+    assert found["spec"]["layers"] == stored_layers(form.tensors)
     by_word = {one["fact"] for one in found["unverified"]}
     assert by_word >= set(form.leaves_open) - {"num_hidden_layers"}
 

@@ -16,7 +16,7 @@ from support.changes import P, drop, edit, nest, one_nan, put
 from support.faults import GQA_VLLM, MLA_VLLM, MODELOPT_GQA, REDUCED, Fault
 from support.good_heads import GOOD, trained_slots
 from support.heads import GQA, TARGET
-from support.published import CAPTURED, EAGLE3, RESIDUAL, THETA
+from support.published import CAPTURED, EAGLE3, MASK, RESIDUAL, THETA
 
 from kconv.cli import main
 from kconv.validate.report import Report
@@ -91,7 +91,7 @@ LLAMA = EAGLE3["SafeAILab, a pickle"]  # yuhuili's, whose README names the targe
 NAMED = "--target meta-llama/Llama-3.1-8B-Instruct"
 SAID = f"UNDECIDED vLLM: needs {NAMED}\n"
 # How a head must be read decides what an engine makes of these; a wrong number of layers is wrong however it is read.
-OPEN = {CAPTURED: "K006", THETA: "K162", RESIDUAL: "K015"}
+OPEN = {CAPTURED: "K006", THETA: "K162", RESIDUAL: "K015", MASK: "K025"}
 
 
 def test_a_fact_left_open_is_undecided_and_has_an_exit_code_of_its_own(tmp_path):

@@ -94,7 +94,7 @@ REDUCED = replace(GQA, draft_vocab=40)
 ATTENTION = "layers.0.self_attn"
 FAULTS = {
     "a norm of Qwen's": (GQA, put("layers.0.self_attn.q_norm.weight", torch.ones(16)), TensorUnknown, "q_norm"),
-    "a mask for parallel drafts": (GQA, put("mask_hidden", torch.ones(1, 144)), TensorUnknown, "mask_hidden"),
+    "a mask for parallel drafts": (GQA, put("mask_hidden", torch.ones(1, 1, 144)), ConfigInvalid, "mask_token_id"),
     "the target's prefix": (GQA, put("model.norm.weight", torch.ones(48)), TensorUnknown, "model.norm"),
     "a layer too many": (GQA, put("layers.1.mlp.up_proj.weight", torch.ones(40, 48)), TensorUnknown, "layers.1"),
     "attention of the other kind": (MLA, put(f"{ATTENTION}.q_proj.weight", torch.ones(1)), TensorUnknown, "q_proj"),

@@ -41,6 +41,7 @@ shapes = st.fixed_dictionaries(
         "target_hidden": st.sampled_from([6, 24]),
         "draft_vocab": st.sampled_from([5, 11]),
         "norms": all_norms,
+        "mask": st.sampled_from([None, 3]),
     }
 )
 
@@ -50,6 +51,10 @@ def text_and_states(spec, length, seed, batch=2):
     tokens = torch.randint(spec.vocab, (batch, length), generator=generator)
     width = len(spec.captured) * spec.target_hidden
     return tokens, torch.randn(batch, length, width, generator=generator)
+
+
+def fused_mask(head):
+    return None if head.spec.mask is None else head.fuse(head.weights["mask_hidden"])[0, 0]
 
 
 # One chain, written out: no code of the room but the weights.
@@ -99,8 +104,11 @@ def causal_layer(spec, w, i, x, residual, positions):
     return after + linear("down_proj", F.silu(linear("gate_proj", x)) * linear("up_proj", x))
 
 
-def one_chain(spec, w, tokens, fused, chain, steps):
-    """Draft one chain of one text: at each step, the whole sequence of entries so far runs again."""
+def one_chain(spec, w, tokens, fused, masked, chain, steps):
+    """Draft one chain of one text: at each step, the whole sequence of entries so far runs again.
+
+    Of a P-EAGLE head, an entry after the first has the mask token and `masked`, its fused `mask_hidden`.
+    """
 
     def norm(name, x):
         return x / (x.pow(2).mean(-1, keepdim=True) + spec.eps).sqrt() * w[name]
@@ -117,8 +125,12 @@ def one_chain(spec, w, tokens, fused, chain, steps):
             out = causal_layer(spec, w, i, norm(f"{i}.input_layernorm", out), out, positions)
         final = norm("norm", out[-1])
         logits.append(w["lm_head"] @ final)
-        entry_tokens.append(int(tokens[chain + k + 1]))
-        entry_hidden.append(final if spec.norms.output else out[-1])
+        if spec.mask is None:
+            entry_tokens.append(int(tokens[chain + k + 1]))
+            entry_hidden.append(final if spec.norms.output else out[-1])
+        else:
+            entry_tokens.append(spec.mask)
+            entry_hidden.append(masked)
     return torch.stack(logits)
 
 
@@ -133,10 +145,10 @@ def test_chains_are_what_one_chain_at_a_time_gives(make_spec, make_head, shape, 
         patch.setattr(attention, "SCORE_BYTES", 1 if few else attention.SCORE_BYTES)
         got = draft_logits(head, tokens, captured, steps)
     assert got.shape == (steps, 2, 1 + extra, spec.draft_vocab)
-    fused = head.fuse(captured)
+    fused, masked = head.fuse(captured), fused_mask(head)
     for row in range(2):
         for chain in range(1 + extra):
-            want = one_chain(spec, head.weights, tokens[row], fused[row], chain, steps)
+            want = one_chain(spec, head.weights, tokens[row], fused[row], masked, chain, steps)
             torch.testing.assert_close(got[:, row, chain], want, rtol=1e-3, atol=1e-4)
 
 
@@ -159,6 +171,8 @@ def test_chains_are_what_a_growing_cache_gives(make_spec, make_head, shape, step
             torch.testing.assert_close(row.returned[:, chain], hidden[:, 0], rtol=1e-3, atol=1e-4)
             if k < steps:
                 token = tokens[:, chain + k + 1, None]
+                if spec.mask is not None:
+                    token, hidden = torch.full_like(token, spec.mask), fused_mask(head).expand_as(hidden)
                 hidden, logits = head.step(token, hidden, torch.tensor([chain + k]), context)
 
 

@@ -25,6 +25,7 @@ from kconv.drafters.chain import draft_logits
 from kconv.drafters.forward import DraftHead
 from kconv.drafters.spec import Gqa, HeadSpec, Linear, Llama3, Mla, Norms, Rope, Tokens, Yarn
 from kconv.engines import TRTLLM, by_name
+from kconv.engines.base import Serving
 from kconv.engines.config import write_keys
 from kconv.targets.config import read_target_config
 from kconv.targets.forward import run_target
@@ -118,6 +119,8 @@ CASES = [
         "gqa, norms of queries and keys, 5 states",
         replace(GQA, norms=Norms(qk=True), captured=(1, 2, 3, 4, 5)),
     ),
+    Case("gqa, P-EAGLE", replace(GQA, mask=7), (EMBED,)),
+    Case("gqa, P-EAGLE, 2 layers, every norm", replace(GQA, layers=2, norms=EVERY_NORM, mask=11, draft_vocab=256)),
     # Names under model., Llama's class for MLA too, no list of layers, and YaRN without its factors.
     Case("mla, Automodel's", replace(MLA, rope=Rope(5e4, AUTOMODEL_YARN)), (EMBED,), source="automodel"),
     Case("gqa, Automodel's", replace(GQA, norms=PORTABLE_NORMS, draft_vocab=256), source="automodel"),
@@ -161,7 +164,11 @@ def recorded(engine_python, random_target, folders, prompts, tmp_path_factory) -
         kind: record_vllm(
             engine_python,
             random_target,
-            {case.name: folders[case.name] for case in CASES if case.kind == kind},
+            {
+                case.name: Serving(engine_python, random_target, folders[case.name], case.spec, STEPS)
+                for case in CASES
+                if case.kind == kind
+            },
             prompts,
             tmp_path_factory.mktemp(kind),
             steps=STEPS,
@@ -257,8 +264,9 @@ def test_vllm_drafts_what_kconv_drafts(recorded, folders, random_target, target,
         drafted += STEPS * len(drafts)
     assert drafted > len(prompts) * STEPS * NEW_TOKENS // 2
     assert wrong == 0
-    # The comparison can tell: what is fed other layers drafts something else.
-    assert astray > 0.5 * drafted
+    # The comparison can tell: what is fed other layers drafts something else. The later places of a P-EAGLE head read
+    # the states by attention alone.
+    assert astray > (0.5 if case.spec.mask is None else 0.4) * drafted
 
 
 @each_case

@@ -38,6 +38,13 @@ def test_vllm_is_told_the_method_as_it_guesses_otherwise():
     assert int(options["--speculative-config.num_speculative_tokens"]) >= 1
 
 
+def test_a_p_eagle_head_is_launched_with_the_flag_without_which_vllm_drafts_step_by_step():
+    options = told(launch_files(replace(GQA, mask=3), "vllm")["serve-vllm.sh"])
+    assert options["--speculative-config.method"] == "eagle3"
+    assert options["--speculative-config.parallel_drafting"] == "true"
+    assert "--speculative-config.parallel_drafting" not in told(launch_files(GQA, "vllm")["serve-vllm.sh"])
+
+
 @pytest.mark.parametrize(
     ("spec", "method", "places"), [(DFLASH, "dflash", 3), (DSPARK, "dspark", 4)], ids=["DFlash", "DSpark"]
 )

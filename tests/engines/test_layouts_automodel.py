@@ -22,7 +22,7 @@ from kconv.drafters.forward import DraftHead
 from kconv.drafters.spec import Norms, Rope
 from kconv.engines import BY_NAME
 from kconv.engines.config import identity, write_keys
-from kconv.errors import CapturedUndecided, TensorUnknown
+from kconv.errors import CapturedUndecided, ConfigInvalid, TensorMissing
 
 AUTOMODEL = BY_NAME["automodel"]
 CAPTURED = (1, 3, 5)
@@ -80,11 +80,20 @@ def test_an_mla_heads_yarn_has_no_factor_of_the_softmax(tmp_path):
     )
 
 
-def test_a_parallel_head_is_no_eagle3_head(tmp_path):
+def test_a_parallel_head_needs_its_mask_token(tmp_path):
     import torch
     from safetensors.torch import load_file, save_file
 
     file = write(tmp_path / "head", SPECS["gqa"], random_slots(SPECS["gqa"])) / "model.safetensors"
-    save_file(load_file(file) | {"mask_hidden": torch.zeros(1, 1, 144)}, file)
-    with pytest.raises(TensorUnknown):
+    save_file(load_file(file) | {"mask_hidden": torch.ones(1, 1, 144)}, file)
+    with pytest.raises(ConfigInvalid, match="P-EAGLE head, and the config has no mask_token_id") as caught:
         read_head(open_checkpoint(tmp_path / "head"), layout=AUTOMODEL, hints=Hints(captured=CAPTURED))
+    assert (caught.value.code, caught.value.needs) == ("K025", "--mask-token")
+    told = Hints(captured=CAPTURED, mask_token=5)
+    head = read_head(open_checkpoint(tmp_path / "head"), layout=AUTOMODEL, hints=told)
+    assert head.spec == replace(SPECS["gqa"], mask=5)
+    assert plan(head, BY_NAME["vllm"]).config["mask_token_id"] == 5
+    # Of another head the option says something that its files do not hold.
+    write(tmp_path / "plain", SPECS["gqa"], random_slots(SPECS["gqa"]))
+    with pytest.raises(TensorMissing, match="mask_hidden"):
+        read_head(open_checkpoint(tmp_path / "plain"), layout=AUTOMODEL, hints=told)

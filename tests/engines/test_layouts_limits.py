@@ -7,6 +7,7 @@ import pytest
 from support.heads import GQA, MLA, QK, random_slots, write_head
 
 from kconv.checkpoint.folder import open_checkpoint
+from kconv.convert.attention.swap import check_convertible
 from kconv.convert.plan import WriteOptions, plan
 from kconv.convert.read import read_head
 from kconv.convert.shared import SharedTensors
@@ -15,7 +16,10 @@ from kconv.drafters.spec import Linear, Llama3, Norms, Rope, Yarn
 from kconv.engines import BY_NAME, LAYOUTS
 from kconv.engines.dflash import READ_IN_PARTS
 from kconv.engines.trtllm import MLA_MODULE
-from kconv.errors import LayoutCannot
+from kconv.errors import LayoutCannot, RecipeInvalid
+from kconv.quantize.head.formats import FORMATS
+from kconv.quantize.head.plan import check_head
+from kconv.train.recipe import EagleRecipe
 
 ALL = ("trtllm", "vllm", "sglang", "portable")
 PLAIN = Yarn(factor=64.0, original_max_positions=4096)
@@ -51,6 +55,8 @@ REFUSED = {
         ("trtllm", "sglang", "portable"),
         "norm_before_residual",
     ),
+    "P-EAGLE": (replace(GQA, mask=3), ("trtllm", "sglang", "portable"), "parallel"),
+    "P-EAGLE with MLA": (replace(MLA, mask=3), ALL, "parallel"),
     "a single captured layer": (replace(MLA, captured=(3,)), ("trtllm", "sglang", "portable"), "fc"),
     "states as wide together as the head": (
         replace(GQA, captured=(1, 3), target_hidden=24),
@@ -186,3 +192,16 @@ def test_a_reduced_mla_head_is_told_the_command_that_expands_it(tmp_path):
     with pytest.raises(LayoutCannot) as caught:
         plan(head, BY_NAME["trtllm"])
     assert "kconv vocab HEAD --expand OUT" in caught.value.fix
+
+
+def test_a_p_eagle_head_is_not_changed_as_one_that_drafts_a_token_a_step(tmp_path):
+    spec = replace(GQA, mask=3)
+    head = read_head(open_checkpoint(write_head(tmp_path / "head", BY_NAME["vllm"], spec, random_slots(spec))))
+    for work, does in (
+        (lambda: check_convertible(head.spec, "mla"), "converts the attention of"),
+        (lambda: check_head(head, FORMATS["fp8"]), "quantizes"),
+    ):
+        with pytest.raises(LayoutCannot, match=f"kconv {does} only Eagle3 heads that draft a token a step"):
+            work()
+    with pytest.raises(RecipeInvalid, match="it has parallel drafting"):
+        EagleRecipe.of_head(spec)

@@ -35,6 +35,8 @@ SPECS = {
     "gqa": replace(GQA, captured=CAPTURED),
     "gqa, reduced, of another width": replace(GQA, captured=CAPTURED, draft_vocab=40, target_hidden=56),
     "gqa, two layers": replace(GQA, captured=CAPTURED, layers=2),
+    "gqa, P-EAGLE": replace(GQA, captured=CAPTURED, mask=5),
+    "gqa, P-EAGLE, two layers": replace(GQA, captured=CAPTURED, mask=5, layers=2),
     "mla, EAGLE-3.1": replace(MLA, captured=CAPTURED, norms=Norms(fc=True, output=True)),
     "gqa, norms of queries and keys": replace(GQA, captured=CAPTURED, norms=Norms(qk=True)),
     "gqa, reduced, a norm before fc": replace(GQA, captured=CAPTURED, draft_vocab=40, norms=Norms(before_fc=True)),
@@ -68,7 +70,7 @@ def pairs():
 
 @pytest.mark.parametrize("source, out, spec", pairs())
 def test_there_and_back(tmp_path, source, out, spec):
-    hints = {"captured": spec.captured} if source.name in ("safeailab", "automodel") else {}
+    hints = {"captured": spec.captured} if source.name in ("safeailab", "automodel", "specforge-peagle") else {}
     slots = random_slots(spec)
     folder = write_head(tmp_path / "source", source, spec, slots, make_config(source, spec))
     assert detect(open_checkpoint(folder).config, open_checkpoint(folder).tensors) is source

@@ -129,6 +129,7 @@ def good(layout: str, spec=MLA, engines: tuple[str, ...] = VLLM, nvfp4: bool = F
 REDUCED_SPEC = PORTABLE["gqa, reduced vocabulary"]
 MLA_VLLM, GQA_VLLM = good("vllm"), good("vllm", GQA)
 REDUCED = good("vllm", REDUCED_SPEC)
+PARALLEL = good("vllm", replace(GQA, mask=3))
 MLA_SGLANG, GQA_SGLANG = good("sglang", MLA, (SGLANG,)), good("sglang", GQA, (SGLANG,))
 MLA_TRT, GQA_TRT = good("trtllm", MLA, (TRTLLM,)), good("trtllm", GQA, (TRTLLM,))
 MODELOPT_MLA = good("modelopt", MLA, (TRTLLM,))
@@ -190,6 +191,9 @@ OF_CONFIGS = (
     Fault("layers that only the option states", "K024", GQA_VLLM, put(num_hidden_layers=36), hints=Hints(layers=1)),
     Fault("a sliding window", "K014", GQA_VLLM, put(sliding_window=4096)),
     Fault("speculators without norm_before_residual", "K015", SPECULATORS, put(norm_before_residual=...)),
+    Fault("a P-EAGLE head without its mask token", "K025", PARALLEL, put(mask_token_id=...)),
+    Fault("a P-EAGLE head with a mask token outside its embedding", "K012", PARALLEL, put(mask_token_id=64)),
+    Fault("a P-EAGLE head without mask_hidden", "K108", PARALLEL, drop("mask_hidden")),
     Fault("speculators' root and inner config differ", "K016", SPECULATORS, put(hidden_size=96)),
     Fault("SpecForge's norm_output", "K017", good("specforge", REDUCED_SPEC, (SGLANG,)), put(norm_output=True)),
     Fault("norm_before_fc outside of eagle_config, for TensorRT-LLM", "K018", ONE_NORM, nest(norm_before_fc=...),
@@ -375,6 +379,9 @@ OF_TENSORS = (
     Fault("norm before fc in an MLA head, for vLLM", "K320", good("trtllm", replace(MLA, norms=Norms(before_fc=True))),
           engines=VLLM),
     Fault("MLP biases in an MLA head, for vLLM", "K321", good("trtllm", replace(MLA, mlp_bias=True)), engines=VLLM),
+    Fault("a P-EAGLE head with MLA, for vLLM", "K353", good("trtllm", replace(MLA, mask=3)), engines=VLLM),
+    Fault("a P-EAGLE head, for SGLang", "K354", PARALLEL, engines=(SGLANG,)),
+    Fault("a P-EAGLE head, for TensorRT-LLM", "K355", PARALLEL, engines=(TRTLLM,)),
     Fault("a bias of fc, for vLLM", "K322", good("trtllm", replace(GQA, fc_bias=True)), engines=VLLM),
     Fault("layer 0 captured, for SGLang", "K330", good("vllm", replace(GQA, captured=(0, 3, 5))), engines=(SGLANG,)),
     Fault("one captured layer as wide as the head, for SGLang", "K331", good("vllm", replace(GQA, captured=(3,))),

@@ -27,6 +27,7 @@ ONE_LAYER = {"torchspec", "specforge", "safeailab", "automodel", "deepspec"}
 NO_MLA = {"specforge", "safeailab", "speculators", "deepspec"}
 # Both are told by the maps that they save with a reduced vocabulary.
 REDUCED = {"specforge", "safeailab"}
+P_EAGLE = {"speculators", "automodel", "specforge-peagle"}
 
 
 def can_make(layout: Layout, spec: HeadSpec) -> bool:
@@ -36,6 +37,10 @@ def can_make(layout: Layout, spec: HeadSpec) -> bool:
     if layout.write_config is not None and layout.name != "speculators":
         beside = any(limit.hits(spec, None) for limit in layout.target_limits)
         return not beside and not any(limit.applies(spec, ()) for limit in layout.limits)
+    if layout.name == "specforge-peagle" and (isinstance(spec.attention, Mla) or spec.mask is None):
+        return False
+    if layout.name not in P_EAGLE and spec.mask is not None:
+        return False
     if layout.name in NO_MLA and isinstance(spec.attention, Mla):
         return False
     if layout.name in ONE_LAYER and spec.layers != 1:
@@ -69,6 +74,8 @@ def make_config(layout: Layout, spec: HeadSpec) -> dict[str, Any]:
             config["eagle_config"] |= ids
             config["norm_output"] = True
             del config["eagle_config"]["return_hidden_post_norm"]
+        case "specforge-peagle":
+            config |= {"architectures": ["PEagleDraftModel"]}
         case "automodel":
             config |= {"architectures": ["LlamaEagle3DraftModel"]}
         case "deepspec":
@@ -76,7 +83,8 @@ def make_config(layout: Layout, spec: HeadSpec) -> dict[str, Any]:
         case "safeailab":
             config |= {"architectures": ["LlamaForCausalLM"]}
         case "speculators":
-            outer = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm")
+            outer = ["draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm"]
+            outer += ["mask_token_id"] * (spec.mask is not None)
             config = {
                 "architectures": ["Eagle3DraftModel"],
                 "speculators_model_type": "eagle3",

@@ -90,6 +90,7 @@ DEEPSPEC = (
 EAGLE = "https://github.com/SafeAILab/EAGLE/blob/cb7e0841fe0c206c6ed74a197ad5e2a1f13f5a2b/eagle/"
 # What the facts that a config can leave open are called, in `kconv inspect` and its JSON.
 CAPTURED, THETA, RESIDUAL, LAYERS = "captured", "rope_theta", "norm_before_residual", "num_hidden_layers"
+MASK = "mask_token_id"
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class Form:
             (folder / "README.md").write_text(self.readme)
         tensors = fill({name: shape for name, shape in self.tensors.items() if name not in ("d2t", "t2d")})
         if "d2t" in self.tensors:
-            tensors |= {name: values for name, values in maps().items() if name in self.tensors}
+            tensors |= {name: values for name, values in maps(*self.tensors["d2t"]).items() if name in self.tensors}
         if self.pickled:
             torch.save(tensors, folder / "pytorch_model.bin")
         else:
@@ -306,6 +307,8 @@ _SPECULATOR_09 = _SPECULATOR | {
     "speculators_version": "0.9.0", "embed_requires_grad": False, IDS: [2, 16, 29],
 }  # fmt: skip
 _Q_NORM = {"layers.0.self_attn.q_norm.weight": (16,), "layers.0.self_attn.k_norm.weight": (16,)}
+_MASK_HIDDEN = {"mask_hidden": (1, 1, 144)}
+_SPECFORGE_PEAGLE = _QWEN3 | {"architectures": ["PEagleDraftModel"], "num_hidden_layers": 4, "draft_vocab_size": 151936}
 _DEEPSPEC = without(_QWEN3, "draft_vocab_size", "max_window_layers") | {
     "architectures": ["Qwen3Eagle3Model"], "model_type": "qwen3", "target_layer_ids": [1, 9, 17, 25, 33],
     "num_target_layers": 36, "target_model_name_or_path": "Qwen/Qwen3-4B", "ttt_length": 7, "step_loss_decay": 0.8,
@@ -322,7 +325,10 @@ _AUTOMODEL_MLA = without(TORCHSPEC_MLA, "eagle_config") | {
 
 def _prefixed(shapes: Shapes) -> Shapes:
     """Return names as Automodel has them: all but lm_head and the maps under model."""
-    return {name if name.startswith(("lm_head", "d2t", "t2d")) else f"model.{name}": s for name, s in shapes.items()}
+    return {
+        name if name.startswith(("lm_head", "d2t", "t2d", "mask_hidden")) else f"model.{name}": s
+        for name, s in shapes.items()
+    }
 
 
 def _form(source: str, config: Mapping[str, Any], prefix: str = "midlayer", **about: Any) -> Form:
@@ -330,6 +336,13 @@ def _form(source: str, config: Mapping[str, Any], prefix: str = "midlayer", **ab
     tensors = {key: about.pop(key) for key in ("states", "embed", "marks", "more") if key in about}
     small = cut(config)
     return Form(source, small, head(small, prefix, **tensors), **about)
+
+
+def _later(count: int) -> Shapes:
+    """Return the tensors of a GQA head's layers after the first, which read one hidden size."""
+    gqa = {name: (rows, min(columns, 64 if name == "o_proj" else 48)) for name, (rows, columns) in GQA_PARTS.items()}
+    every = {name: shape for i in range(1, count) for name, shape in layer(f"layers.{i}", gqa).items()}
+    return {name: shape for name, shape in every.items() if not name.endswith("hidden_norm.weight")}
 
 
 _FC_NORMS = {f"fc_norm.{i}.weight": (48,) for i in range(3)}
@@ -438,6 +451,20 @@ EAGLE3: dict[str, Form] = {
     "DeepSpec, Qwen3 with q and k norms and five states": _form(
         DEEPSPEC, _DEEPSPEC,
         "layers.0", states=5, more=_Q_NORM, target_layers=36, model_type="qwen3", layout="deepspec"),
+    "SpecForge's P-EAGLE": _form(
+        f"{SPECFORGE}a6a07bc47470fcee6441562726b0576cf10b8fe1/configs/qwen3-8b-peagle.json", _SPECFORGE_PEAGLE,
+        "layers.0", more=_MASK_HIDDEN | _later(4) | {"d2t": (64,), "t2d": (64,)}, model_type="qwen3",
+        layout="specforge-peagle", target_layers=36,
+        leaves_open=(CAPTURED, MASK), options={"target_layers": 36, "mask_token": 3}),
+    "P-EAGLE of speculators": _form(
+        f"{SPECULATORS.rpartition('/eagle3/')[0]}/peagle/config.py",
+        _SPECULATOR_09 | {"architectures": ["PEagleSpeculator"], "speculators_model_type": "peagle",
+                          "norm_before_fc": False, "mask_token_id": 3, "embed_requires_grad": True,
+                          "transformer_layer_config": _INNER | {"num_hidden_layers": 2}},
+        "layers.0", layout="speculators", more=_MASK_HIDDEN | _later(2)),
+    "P-EAGLE of Automodel": Form(
+        AUTOMODEL, cut(_AUTOMODEL | {"parallel_drafting": True, "mask_token_id": 3}),
+        _prefixed(head(cut(_AUTOMODEL), "layers.0", more=_MASK_HIDDEN)), layout="automodel", **_LIST, **_DEPTH_32),
     "Automodel, Llama": Form(
         AUTOMODEL, cut(_AUTOMODEL), _prefixed(head(cut(_AUTOMODEL), "layers.0")), layout="automodel", **_LIST,
         **_DEPTH_32),
@@ -482,13 +509,6 @@ OTHERS: dict[str, Form] = {
         {f"{i}.{n}": s for i in range(2) for n, s in
          {"0.linear.weight": (48, 48), "0.linear.bias": (48,), "1.weight": (64, 48)}.items()},
         kind="Medusa"),
-    "P-EAGLE": _form(
-        f"{SPECFORGE}a6a07bc47470fcee6441562726b0576cf10b8fe1/configs/qwen3-8b-peagle.json",
-        _QWEN3 | {"architectures": ["PEagleDraftModel"], "num_hidden_layers": 4, "draft_vocab_size": 151936},
-        "layers.0", kind="P-EAGLE", more={"mask_hidden": (1, 144)}),
-    "P-EAGLE of Automodel": Form(
-        AUTOMODEL, cut(_AUTOMODEL | {"parallel_drafting": True, "mask_token_id": 3}),
-        _prefixed(head(cut(_AUTOMODEL), "layers.0", more={"mask_hidden": (1, 144)})), kind="P-EAGLE"),
     "Kimi-K3 MLA": _form(
         "https://github.com/lightseekorg/TorchSpec/blob/a31111ee47e5815638d9a830d79c34eb4f5c4502/configs/draft_models/"
         "kimi_k3_eagle3_mla.json", _KIMI_K3, kind="Kimi-K3 head"),

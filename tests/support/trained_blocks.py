@@ -1,4 +1,4 @@
-"""Tiny targets with DFlash and DSpark drafters that ModelOpt's own classes trained for them.
+"""Tiny targets with DFlash and DSpark drafters that ModelOpt's own classes trained for them, and a P-EAGLE head.
 
 An engine serves them, and what it accepts of each place of a block is what kconv's own forward of the drafter says.
 """
@@ -23,15 +23,18 @@ from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.execute import execute
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
-from kconv.drafters.dflash import DFLASH
-from kconv.engines import registry
+from kconv.drafters.chain import along_chains, draft_logits
+from kconv.drafters.forward import DraftHead
+from kconv.drafters.spec import Gqa, HeadSpec, Rope
+from kconv.engines import by_name, registry
+from kconv.targets.forward import run_target
 from kconv.targets.model import load_target
 from kconv.targets.tokenizer import load_tokenizer
 from kconv.tiny.recipe import TinyRecipe
 from kconv.tiny.target import pack
 from kconv.tiny.text import read_corpus
 
-from . import families
+from . import families, heads
 
 # The base of RoPE is the target's: engines take the one that a drafter's config states, ModelOpt the target's or 10000.
 TARGETS = {"qwen3": 1e6, "kimi": 50000.0}
@@ -74,9 +77,15 @@ BLOCKS = {
 }
 # Made of DSpark: as DeepSpec trains its DFlash.
 WITHOUT_MARKOV = "DSpark without a Markov head"
+# A head that one pass drafts all tokens with, which ModelOpt does not train.
+P_EAGLE = "P-EAGLE"
+PARALLEL = HeadSpec(
+    attention=Gqa(4, 2, 32), hidden=64, target_hidden=64, intermediate=128, layers=2, vocab=512, draft_vocab=512,
+    rope=Rope(1e6), captured=(0, 1, 5), eps=1e-6, dtype="F32", max_positions=512, mask=MASK,
+)  # fmt: skip
 # What an engine serves on a CPU. vLLM's DSpark needs Triton, which has no CPU build.
 SERVED = {
-    "vllm": ("DFlash", "causal DFlash"),
+    "vllm": ("DFlash", "causal DFlash", P_EAGLE),
     "sglang": (*BLOCKS, WITHOUT_MARKOV),
 }
 
@@ -88,7 +97,9 @@ def train_blocks(cache: Path, kimi: Path) -> tuple[dict[str, Path], dict[str, Pa
         cache: where they are kept.
         kimi: the folder of the tiny Kimi-K2 target, whose tokenizer the other has too.
     """
-    sources = [inspect.getsource(one) for one in (train, families.write_target, families.MODELS["qwen3"])]
+    sources = [
+        inspect.getsource(one) for one in (train, train_parallel, families.write_target, families.MODELS["qwen3"])
+    ]
     recipe = repr((sources, TARGETS, MASK, DIMS, STEPS, families.DIMS, kimi.name))
 
     def once(name: str, of: object, make: Any) -> Path:
@@ -103,10 +114,11 @@ def train_blocks(cache: Path, kimi: Path) -> tuple[dict[str, Path], dict[str, Pa
 
     qwen3 = once("block-qwen3", STEPS, lambda out: families.write_target(out, "qwen3", kimi, STEPS))
     targets = {"qwen3": qwen3, "kimi": kimi}
-    return targets, {
+    drafters = {
         name: once(f"block-{name}", block, lambda out, block=block: train(block, targets[block.target], out))
         for name, block in BLOCKS.items()
     }
+    return targets, drafters | {P_EAGLE: once("block-peagle", PARALLEL, lambda out: train_parallel(qwen3, out))}
 
 
 def convert_blocks(trained: dict[str, Path], engine: str, root: Path) -> dict[str, Path]:
@@ -115,8 +127,9 @@ def convert_blocks(trained: dict[str, Path], engine: str, root: Path) -> dict[st
     for name in SERVED[engine]:
         source = _without_markov(trained["DSpark"], root / "source") if name == WITHOUT_MARKOV else trained[name]
         made[f"{name} {engine}"] = root / name.replace(" ", "-")
-        layout = next(one for one in registry.engine(engine).layouts if one.drafter is DFLASH)
-        execute(plan(read_head(open_checkpoint(source)), layout), made[f"{name} {engine}"])
+        head = read_head(open_checkpoint(source))
+        layout = next(one for one in registry.engine(engine).layouts if one.drafter is head.drafter)
+        execute(plan(head, layout), made[f"{name} {engine}"])
     return made
 
 
@@ -164,3 +177,32 @@ def train(block: Block, target: Path, out: Path) -> None:
             schedule.step()
         model.eval()
         model.get_exporter().export(out, torch.float32)
+
+
+def train_parallel(target: Path, out: Path) -> None:
+    """Train a P-EAGLE head on the places of a draft at once, and save it in the names of the speculators library."""
+    text = pack(load_tokenizer(target).inner, read_corpus().train)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: Any = load_target(target, torch.float32)
+        ends = load_file(target / "model.safetensors")
+        shared = {"embed_tokens": ends["model.embed_tokens.weight"], "lm_head": ends["lm_head.weight"]}
+        drawn = heads.random_slots(PARALLEL)
+        own = {name: 0.1 * w if w.ndim == 2 else torch.ones_like(w) for name, w in drawn.items()}
+        own |= shared | {"norm": ends["model.norm.weight"], "mask_hidden": drawn["mask_hidden"]}
+        parameters = [w.requires_grad_() for name, w in own.items() if name not in shared]
+        optimizer = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.0)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=STEPS.steps, pct_start=0.05)
+        head, length = DraftHead(PARALLEL, own), STEPS.seq
+        for _ in range(STEPS.steps):
+            tokens = text[torch.randint(len(text) - length, (4, 1)) + torch.arange(length)]
+            states = run_target(model, tokens, PARALLEL.captured)
+            wanted = along_chains(states.logits.softmax(-1), 4)
+            drafted = draft_logits(head, tokens, states.captured, 4)
+            torch.nn.functional.cross_entropy(drafted.flatten(0, 2), wanted.flatten(0, 2)).backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+    kept = {name: weight.detach() for name, weight in own.items() if name not in shared}
+    heads.write_head(out, by_name("speculators"), PARALLEL, kept | shared)

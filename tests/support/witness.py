@@ -43,6 +43,8 @@ CONVERTED = {"sglang": {"mha converted from mla": ("mla", "mha")}}
 CONVERTED["vllm"] = CONVERTED["sglang"] | {"mla converted from gqa": ("gqa", "mla")}
 # Of a block drafter, whose blocks draft more.
 FEWER = 2
+# Of a P-EAGLE head, by which vLLM knows that it is one.
+NO_FLAG = "without parallel_drafting"
 LONG, TREE = "mla sglang, K = 5", "mla sglang, tree"
 # vLLM computes a target's MLA otherwise beside a head without, so those are served in another process.
 Served = tuple[dict[str, "Witnessed"], list[list[int]]]
@@ -265,11 +267,14 @@ def serve_blocks(
     }
     specs = {name: read_head(open_checkpoint(head)).spec for name, head in right.items()}
     servings = {
-        name: Serving(python, targets[trained_blocks.target_of(name)], head, specs[name], specs[name].places)
+        name: Serving(python, targets[trained_blocks.target_of(name)], head, spec, spec.drafter.draft_tokens(spec))
         for name, head in right.items()
+        for spec in [specs[name]]
     }
     fewer = f"DFlash {engine}"
     servings[f"{fewer}, K = {FEWER}"] = replace(servings[fewer], draft_tokens=FEWER)
+    if (parallel := f"{trained_blocks.P_EAGLE} {engine}") in servings:
+        servings[f"{parallel}, {NO_FLAG}"] = replace(servings[parallel], spec=replace(specs[parallel], mask=None))
     for name, fault in faults.items():
         good = f"{fault.kind} {engine}"
         spec = fault.taken(specs[good])

@@ -302,6 +302,15 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/transformers_utils/configs/speculators/algos.py#L33",
     ),
     Rule(
+        "K025",
+        "parallel-mask-unstated",
+        "undecided",
+        "The config of a P-EAGLE head does not state its mask token. vLLM refuses it then.",
+        fix="State mask_token_id as it was trained, or give --mask-token.",
+        seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/spec_decode/llm_base_proposer.py#L363-L380",
+        says_fix=True,
+    ),
+    Rule(
         "K016",
         "root-contradicts",
         "error",
