@@ -773,7 +773,7 @@ def card(
         facts: YAML with facts that no file states; see --init.
         style: Sections and their order.
         base_model: Hub id of the target.
-        license: License id of the head.
+        license: License of the head: an SPDX id, or its name on the Hub.
         license_file: Text of a license; repeatable.
         target: The target, for its license.
         source: The checkpoint that HEAD was made from, for its license.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -46,12 +46,13 @@ WAYS = {
     "micro_positions": "mean over positions",
     None: "kind of mean not stated",
 }
-NOT_PUBLISHED, NOT_MEASURED, UNKNOWN = "not published", "not measured", "unknown"
-NOT_APPLICABLE = "–"
-LEGEND = {
-    NOT_APPLICABLE: "–: a mean of the categories is one figure for all of them.",
-    UNKNOWN: "*unknown*: only a part of the source was read; the rest may have the figure.",
-}
+NOT_PUBLISHED, UNKNOWN = "not published", "unknown"
+LEGEND = {UNKNOWN: "*unknown*: only a part of the source was read; the rest may have the figure."}
+# The line of a figure that is one for all categories, beside a column of another mean.
+OF_CATEGORIES = "mean of the categories"
+
+# Bars of a chart, up to which each has room for its figure.
+MOST_LABELED = 24
 
 # What distinguishes lines that read alike, in this order.
 FURTHER = {"prompts": "N = {}", "revision": "revision {}", "prompts_sha256": "prompts' sha256 {}", "source": "of {}"}
@@ -109,12 +110,23 @@ class Table:
     """A table of figures.
 
     Attributes:
-        keys: for each column, how its figures were measured.
+        keys: for each column, how its figures were measured, in parts.
     """
 
     columns: tuple[str, ...]
-    keys: tuple[str, ...]
+    keys: tuple[tuple[str, ...], ...]
     lines: tuple[Line, ...]
+
+    @property
+    def sentence(self) -> str:
+        """How the figures were measured: what holds for all columns, then for each what its heading does not say."""
+        shared = [part for part in (self.keys[0] if self.keys else ()) if all(part in key for key in self.keys)]
+        own = [
+            (column, [part for part in key if part not in shared and part not in column])
+            for column, key in zip(self.columns, self.keys, strict=False)
+        ]
+        said = "; ".join([*shared, *(f"{column}: {', '.join(parts)}" for column, parts in own if parts)])
+        return f"{said[:1].upper()}{said[1:]}." if said else ""
 
     @property
     def counted(self) -> bool:
@@ -161,7 +173,9 @@ def table_of(acceptances: Iterable[AcceptanceFile], expected: Mapping[str, Seque
     whole = (suite.dataset for file in files for suite in file.suites if suite.source == "whole")
     read = {suite_name(dataset) for dataset in (*whole, *expected)}
     columns = _columns(rows)
-    benchmarks = list(dict.fromkeys(Benchmark.of(row) for row in rows))
+    benchmarks = list(
+        dict.fromkeys(about for row in rows for own in columns for about, one in own.items() if one is row)
+    )
     for dataset, categories in wanted.items():
         held = {about.category for about in benchmarks if about.dataset == dataset}
         lacking = [c for c in (*categories, *([] if held or categories else [OVERALL])) if c not in held]
@@ -192,6 +206,7 @@ def table_of(acceptances: Iterable[AcceptanceFile], expected: Mapping[str, Seque
             benchmarks, named, tell_apart(named, benchmarks), strict=True
         )
     ]
+    lines = [line for line in lines if any(line.cells)]
     return Table(
         columns=tuple(_heads([next(iter(own.values())) for own in columns])) or ("Acceptance length",),
         keys=tuple(describe(*own.values()) for own in columns),
@@ -207,20 +222,36 @@ def _columns(rows: Iterable[AcceptanceRow]) -> list[dict[Benchmark, AcceptanceRo
         key, about = (*row.method.values(), row.url, row.date), Benchmark.of(row)
         often[key, about] += 1
         columns.setdefault((*key, often[key, about]), {})[about] = row
-    return list(columns.values())
+    return _means_as_lines(columns.values())
 
 
-def describe(*rows: AcceptanceRow) -> str:
-    """Return how and by whom one column's figures were measured; unknown conditions are marked."""
+def _means_as_lines(columns: Iterable[dict[Benchmark, AcceptanceRow]]) -> list[dict[Benchmark, AcceptanceRow]]:
+    """Move means of the categories, one figure for all of them, into a line of the column with the other mean."""
+    kept: list[dict[Benchmark, AcceptanceRow]] = []
+    for own in sorted(columns, key=lambda own: next(iter(own.values())).averaging == "macro_category"):
+        first = next(iter(own.values()))
+        of_all = first.averaging == "macro_category" and not any(about.category for about in own)
+        beside = (other for other in kept if of_all and _but_mean(next(iter(other.values()))) == _but_mean(first))
+        if (other := next(beside, None)) is None:
+            kept.append(own)
+        else:
+            other |= {replace(about, category=OF_CATEGORIES): row for about, row in own.items()}
+    return kept
+
+
+def _but_mean(row: AcceptanceRow) -> dict[str, object]:
+    return row.method | {"averaging": None, "url": row.url, "date": row.date}
+
+
+def describe(*rows: AcceptanceRow) -> tuple[str, ...]:
+    """Return how and by whom one column's figures were measured, in parts; unknown conditions are marked."""
     row = rows[0]
     source = (
         f"quoted from {row.url}, date {_or(row.date)}"
         if row.measured_by == "quoted"
         else f"measured by kconv, {row.date}"
     )
-    called = _called(rows)
-    note = f" {row.note[0].upper()}{row.note[1:]}." if row.note else ""
-    return f"{describe_method(*rows)}; {source}{called}.{note}"
+    return (*method_parts(*rows), f"{source}{_called(rows)}", *([row.note] if row.note else []))
 
 
 def _called(rows: Sequence[AcceptanceRow]) -> str:
@@ -237,6 +268,11 @@ def _called(rows: Sequence[AcceptanceRow]) -> str:
 
 
 def describe_method(*rows: AcceptanceRow) -> str:
+    """Return how figures of one method were measured, as a text."""
+    return "; ".join(method_parts(*rows))
+
+
+def method_parts(*rows: AcceptanceRow) -> tuple[str, ...]:
     """Return how figures of one method were measured, with each dataset's revision; then the conditions that are not
     stated."""
     row = rows[0]
@@ -263,8 +299,7 @@ def describe_method(*rows: AcceptanceRow) -> str:
     # Details of another part have no words of their own.
     stated = [str(part) for part in parts.values() if part]
     unsaid = [name for name, part in parts.items() if part is None and name not in MAY_BE_UNSAID]
-    said = "; ".join([METRICS[row.metric], *stated])
-    return said + (f"; {NOT_STATED}: {', '.join(unsaid)}" if unsaid else "")
+    return (METRICS[row.metric], *stated, *([f"{NOT_STATED}: {', '.join(unsaid)}"] if unsaid else []))
 
 
 def _or(value: object, form: str = "{}") -> str:
@@ -278,7 +313,7 @@ def _heads(firsts: Sequence[AcceptanceRow]) -> Iterator[str]:
     dates = {date for _, date in sources}
     often: Counter[str] = Counter()
     for row in firsts:
-        told = [WAYS[row.averaging] if n == "averaging" else f"{n.replace('_', ' ')} {_or(row[n])}" for n in apart]
+        told = [_told(row, n) for n in apart]
         if len(sources) > 1:
             told.append(_or(row.date))
         if len(dates) < len(sources) and row.url:
@@ -286,6 +321,12 @@ def _heads(firsts: Sequence[AcceptanceRow]) -> Iterator[str]:
         head = f"{HEADS[row.metric]} ({', '.join(told)})" if told else HEADS[row.metric]
         often[head] += 1
         yield f"{head}, no. {often[head]}" if often[head] > 1 else head
+
+
+def _told(row: AcceptanceRow, name: str) -> str:
+    if name == "averaging":
+        return WAYS[row.averaging]
+    return f"K = {_or(row[name])}" if name == "draft_tokens" else f"{name.replace('_', ' ')} {_or(row[name])}"
 
 
 def _cell(own: Mapping[Benchmark, AcceptanceRow], about: Benchmark, absent: Mapping[tuple[str, str], str]) -> str:
@@ -297,9 +338,9 @@ def _cell(own: Mapping[Benchmark, AcceptanceRow], about: Benchmark, absent: Mapp
     lacks = prompts in absent and prompts not in {(held.dataset, held.category) for held in own}
     if not lacks:
         return ""
-    if about.category != OVERALL and next(iter(own.values())).averaging == "macro_category":
-        return NOT_APPLICABLE
-    return NOT_MEASURED if next(iter(own.values())).measured_by == "self" else absent[prompts]
+    # What kconv did not measure is left out; of a publisher's table it is said what it lacks.
+    row = next(iter(own.values()))
+    return "" if row.measured_by == "self" or row.averaging == "macro_category" else absent[prompts]
 
 
 def tell_apart(names: Sequence[Hashable], benchmarks: Sequence[Benchmark]) -> list[str]:
@@ -341,12 +382,15 @@ def draw_bars(
     """
     width = 0.8 / len(series)
     try:
-        with chart(file, width=max(6.0, 0.45 * len(labels) * len(series) + 2.0), height=3.6) as (figure, [axes]):
+        # At most twice as wide as high: a card shows it 700 points wide.
+        width_in = min(10.0, max(6.0, 0.45 * len(labels) * len(series) + 2.0))
+        with chart(file, width=width_in, height=max(3.6, width_in / 2)) as (figure, [axes]):
             for number, (name, values) in enumerate(series):
                 places = [at + (number - (len(series) - 1) / 2) * width for at, v in enumerate(values) if v is not None]
                 heights = [value for value in values if value is not None]
                 bars = axes.bar(places, heights, 0.92 * width, label=name)
-                axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2)
+                if len(labels) * len(series) <= MOST_LABELED:
+                    axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2)
             slanted = {"rotation": 30, "ha": "right"} if len(labels) > 4 else {}
             axes.set_xticks(range(len(labels)), labels, **slanted)
             axes.set_ylabel("tokens per verify step")

@@ -15,7 +15,7 @@ from ..checkpoint.schema import load_yaml
 from ..engines.registry import engines
 from ..errors import FactsInvalid
 from ..strict import StrictModel
-from .licenses import LICENSES
+from .licenses import NAMES, find
 
 
 def _known_engine(value: str) -> str:
@@ -79,7 +79,7 @@ class Link(StrictModel):
 class LicenseFacts(StrictModel):
     """The head's license terms."""
 
-    id: Words | None = Field(default=None, description="its license, by kconv's id for it")
+    id: Words | None = Field(default=None, description="its license")
     target: Words | None = Field(
         default=None, description="the target's license, since a head may contain the target's weights"
     )
@@ -92,10 +92,11 @@ class LicenseFacts(StrictModel):
     @field_validator("id", "target")
     @classmethod
     def _known(cls, value: str | None) -> str | None:
-        # SPDX writes Apache-2.0, the Hub apache-2.0.
-        if value is not None and value.lower() not in LICENSES:
-            raise ValueError(f"{value!r} is not a license that kconv knows; choose one of {', '.join(LICENSES)}")
-        return value and value.lower()
+        if value is None:
+            return None
+        if (found := find(value)) is None:
+            raise ValueError(f"{value!r} is not a license that kconv knows; use {NAMES}")
+        return found.id
 
 
 class Architecture(StrictModel):
@@ -222,6 +223,9 @@ class Facts(StrictModel):
     tags: tuple[Words, ...] = Field(default=(), description="for the Hub, in addition to kconv's own")
     library: Words | None = Field(default=None, description="the library that loads it, from the Hub's list")
     pipeline_tag: Words = Field(default="text-generation", description="the Hub's task")
+    draft_tokens: tuple[int, ...] = Field(
+        default=(), description="the K whose acceptance the card shows; the others are folded"
+    )
     expected: dict[str, tuple[Words, ...]] = Field(
         default={}, description="categories that a complete source should have"
     )

@@ -16,7 +16,7 @@ from ..checkpoint.staging import refuse_existing
 from ..engines.registry import engines
 from ..errors import OutputFailed
 from .facts import NOTED, SUBCARDS, Facts
-from .licenses import LICENSES
+from .licenses import NAMES
 from .sections import known
 
 HEADING = """\
@@ -103,7 +103,7 @@ def _example(path: str) -> list[str]:
 
 
 def _choices(path: str) -> str:
-    return f"one of {', '.join(LICENSES)}" if path in ("license.id", "license.target") else ""
+    return NAMES if path in ("license.id", "license.target") else ""
 
 
 def _is_plain(info: FieldInfo) -> bool:

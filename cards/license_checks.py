@@ -31,6 +31,7 @@ from .licenses import (
     attribution_in,
     copyright_in,
     digest_text,
+    find,
     find_texts,
     of_target,
     recognise,
@@ -43,6 +44,8 @@ WITH_TEXT = "kconv card DIR --force --license-file {}"
 NAMED = f"{WITH_TEXT.format('FILE')} --license ID"
 COMPLETE = f"Copy the complete file: {WITH_TEXT.format('FILE')}."
 OF_NVIDIA = LICENSES["nvidia-open-model-license"]
+# Licenses whose text begins with their holder's copyright line.
+HELD_BY = ("mit", "modified-mit", "apache-2.0")
 # Datasets whose prompts belong to others, and the files that contain prompts.
 PROMPT_FILES = (".jsonl", ".parquet")
 KEPT_PROMPTS = "SPEED-Bench"
@@ -83,8 +86,8 @@ class LicensedFolder:
     @property
     def license(self) -> str:
         """The head's license by kconv's id, as its owner or its card states it; "" if neither does."""
-        stated = (self.facts.license.id or self.front.license_name or self.front.license).lower()
-        return stated if stated in LICENSES else ""
+        stated = find(self.facts.license.id or self.front.license_name or self.front.license)
+        return stated.id if stated else ""
 
     @property
     def target(self) -> str:
@@ -155,7 +158,7 @@ def _target(folder: LicensedFolder) -> Iterator[Found]:
     if text is None:
         message = f"the head {why}, but the target's license is not in the folder"
         yield Found(license.file, message, severity=severity)
-    elif copyright_in(text.text) is None:
+    elif license.id in HELD_BY and copyright_in(text.text) is None:
         message = "the target's license lacks its copyright line"
         yield Found(text.origin.name, message, COMPLETE, severity=severity)
     name = attribution_in(text.text) if text else folder.facts.license.attribution
@@ -175,8 +178,10 @@ def _unnamed(folder: LicensedFolder) -> Iterator[Found]:
 
 def _notice_kept(folder: LicensedFolder) -> Iterator[Found]:
     license = LICENSES.get(folder.license)
-    if license is None or license.id not in ("mit", "apache-2.0"):
+    if license is None or not license.text or license.id in (UNNAMED, OF_NVIDIA.id, "modified-mit"):
         return
+    if license.notice and license.notice not in folder.notice.splitlines():
+        yield Found(NOTICE, f'it lacks the line "{license.notice}"', AGAIN)
     text = folder.text_of(license)
     if text is None:
         fix = f"Write the card again with it: kconv card DIR --force --license {license.id} --license-file FILE."
@@ -273,7 +278,7 @@ CHECKS: Mapping[str, Rule[LicensedFolder]] = {
             "L5",
             "license-text-missing",
             "error",
-            "The head's license requires a copy of its text, which the folder lacks.",
+            "The head's license requires a copy of its text, or a notice, which the folder lacks.",
             COMPLETE,
             _notice_kept,
         ),

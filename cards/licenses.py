@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType
@@ -64,6 +65,21 @@ DISPLAY = re.compile(r"prominently display \"(?P<name>[^\"]+)\" on the user inte
 HOLDER = re.compile(r"copyright \(c\) (?P<year>\d{4}) (?P<holder>[^\n]+)", re.IGNORECASE)
 QUOTES = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'"})
 
+HUB_LIST = "https://huggingface.co/docs/hub/repositories-licenses"
+# The rest of the Hub's list: kconv states them, and knows neither their texts nor what they require.
+ON_THE_HUB = """
+    openrail bigscience-openrail-m creativeml-openrail-m bigscience-bloom-rail-1.0 bigcode-openrail-m openrail++ afl-3.0
+    artistic-2.0 bsl-1.0 bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear c-uda cc cc0-1.0 cc-by-2.0 cc-by-2.5 cc-by-3.0
+    cc-by-4.0 cc-by-sa-3.0 cc-by-sa-4.0 cc-by-nc-2.0 cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nd-4.0 cc-by-nc-nd-3.0
+    cc-by-nc-nd-4.0 cc-by-nc-sa-2.0 cc-by-nc-sa-3.0 cc-by-nc-sa-4.0 cdla-sharing-1.0 cdla-permissive-1.0
+    cdla-permissive-2.0 wtfpl ecl-2.0 epl-1.0 epl-2.0 etalab-2.0 eupl-1.1 eupl-1.2 agpl-3.0 gfdl gpl gpl-2.0 gpl-3.0
+    lgpl lgpl-2.1 lgpl-3.0 isc h-research intel-research lppl-1.3c ms-pl apple-ascl apple-amlr mpl-2.0 odc-by odbl
+    openmdw-1.0 osl-3.0 postgresql ofl-1.1 ncsa unlicense zlib pddl lgpl-lr deepfloyd-if-license
+    fair-noncommercial-research-license grok2-community
+"""
+# What SPDX adds to the names of GNU's licenses, and the Hub does not.
+EDITIONS = ("-only", "-or-later")
+
 _ALL = (
     License(
         id="nvidia-open-model-license",
@@ -104,6 +120,58 @@ _ALL = (
         file="LICENSE",
         marks=(r"apache license", r"version 2\.0, january 2004"),
     ),
+    *(
+        License(
+            id=f"llama{number}",
+            title=f"Llama {number} Community License",
+            identifier=f"llama{number}",
+            url=f"https://www.llama.com/llama{number.replace('.', '_')}/license/",
+            file="LICENSE",
+            marks=(rf"llama {re.escape(number)} community license agreement", r"meta platforms"),
+            # Section 1.b.iii (2: 1.b.ii) of each agreement.
+            notice=f"{'Meta ' * (number == '3')}Llama {number} is licensed under the {said} {number} Community "
+            f"License, Copyright {mark} Meta Platforms, Inc. All Rights Reserved.",
+        )
+        for number, said, mark in (
+            ("2", "LLAMA", "(c)"),
+            ("3", "Meta Llama", "©"),
+            ("3.1", "Llama", "©"),
+            ("3.2", "Llama", "©"),
+            ("3.3", "Llama", "©"),
+            ("4", "Llama", "©"),
+        )
+    ),
+    License(
+        id="gemma",
+        title="Gemma Terms of Use",
+        identifier="gemma",
+        url="https://ai.google.dev/gemma/terms",
+        file="LICENSE",
+        marks=(r"gemma terms of use", r"model derivatives"),
+        # Section 3.1 of the terms.
+        notice="Gemma is provided under and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms",
+    ),
+    # No licenses on the Hub's list: it names them by license_name.
+    License(
+        id="qwen",
+        title="Qwen License",
+        identifier="other",
+        url="",
+        file="LICENSE",
+        marks=(r"(?:tongyi qianwen|qwen)(?: research)? license agreement",),
+    ),
+    License(
+        id="deepseek",
+        title="DeepSeek License",
+        identifier="other",
+        url="",
+        file="LICENSE",
+        marks=(r"deepseek (?:model )?license agreement",),
+    ),
+    *(
+        License(id=name, title=f"{name} license", identifier=name, url=HUB_LIST, file="LICENSE", marks=(), text=False)
+        for name in ON_THE_HUB.split()
+    ),
     License(
         id=UNNAMED,
         title="a license that its publisher does not name",
@@ -113,21 +181,35 @@ _ALL = (
         marks=(),
     ),
 )
+# How a user may name a license.
+NAMES = (
+    f"an SPDX id, a name on the Hub's list ({HUB_LIST}), or one of nvidia-open-model-license, modified-mit, qwen, "
+    f"deepseek; {UNNAMED} stands for a license without a name"
+)
 LICENSES: Mapping[str, License] = MappingProxyType({license.id: license for license in _ALL})
 
 
 def by_id(name: str) -> License:
-    """Return a license by its id, in any case: SPDX writes Apache-2.0, the Hub apache-2.0.
+    """Return a license by kconv's or the Hub's name for it, or its SPDX id, in any case.
 
     Raises:
-        LicenseUnknown: kconv has no data about it.
+        LicenseUnknown: there is none of this name.
     """
-    if name.lower() not in LICENSES:
+    if (found := find(name)) is None:
+        near = get_close_matches(name.lower(), LICENSES, n=3)
         raise LicenseUnknown(
-            f"kconv has no data about a license {name!r}",
-            fix=f"Use one of {', '.join(LICENSES)}; {UNNAMED!r} stands for a license without a name.",
+            f"there is no license {name!r}" + (f"; did you mean {' or '.join(near)}?" if near else ""),
+            fix=f"Use {NAMES}.",
         )
-    return LICENSES[name.lower()]
+    return found
+
+
+def find(name: str) -> License | None:
+    """Return a license by its name, as `by_id` does; None if there is none."""
+    plain = re.sub(r"^(meta-)?llama[- ](?=\d)", "llama", name.strip().lower())
+    for edition in EDITIONS:
+        plain = plain.removesuffix(edition)
+    return LICENSES.get(plain)
 
 
 def of_target(stated: str | None, target: str | None) -> License | None:
@@ -187,7 +269,7 @@ def given_texts(
         LicenseUnknown: a file cannot be read, or kconv does not know its license; it is neither the head's nor the
             target's; or two are different texts of one license.
     """
-    texts = [_read_named(file) for file in files]
+    texts = [_read_named(file, find(own or "")) for file in files]
     target = target or next((text.license for text in texts if text.origin.name == TARGET_LICENSE), None)
     first: dict[str, LicenseText] = {}
     for text in texts:
@@ -266,7 +348,7 @@ def license_files(
         found = at_hand.get(license.id)
         if found:
             # A second license with the same file name keeps its own.
-            name = license.file if license.file not in files else f"{license.file}-{license.id}"
+            name = license.file if license.file not in files else f"{license.file}-{license.id.replace('.', '_')}"
             files[name] = found.text
         if license.notice:
             notice += [license.notice, ""]
@@ -309,16 +391,18 @@ def _texts(folder: Path) -> Iterator[tuple[str, Path]]:
             yield text, file
 
 
-def _read_named(file: Path) -> LicenseText:
+def _read_named(file: Path, own: License | None) -> LicenseText:
     text = _read(file)
     license = recognise(text) if text else None
+    if text and license is None and own and not own.marks and own.id != UNNAMED:
+        license = own  # kconv knows no wording of it, so the user's word counts
     if license is None:
         raise LicenseUnknown(
             f"{file.name} is not the text of a license that kconv knows"
             if text
             else f"{file.name} cannot be read as text",
             where=file,
-            fix="Pass the text of the NVIDIA Open Model License, Modified MIT, MIT or Apache-2.0.",
+            fix="Pass the whole text, and name its license with --license if kconv cannot know its wording.",
         )
     return LicenseText(license, text, file)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from ..bench.acceptance import AcceptanceRow
+from ..bench.acceptance import AcceptanceFile, AcceptanceRow
 from ..bench.tables import NOT_STATED, table_of
 from ..checkpoint.manifest import DRAFTS, MANIFEST, ConversionRecord, Manifest
 from ..drafters.facts import phrase
@@ -65,7 +65,7 @@ def conversion(manifest: Manifest | None) -> dict[str, Any]:
     parts = {
         "trained": origin.trained,
         "copied from the target": origin.copied_from_target,
-        "of unknown origin": origin.unknown,
+        "perhaps copied from the target, which was not given to compare": origin.unknown,
     }
     return {
         "kind": f"{manifest.spec['kind'].upper()} attention",
@@ -129,7 +129,7 @@ def _exactness(manifest: Manifest) -> str:
 
 def ships(manifest: Manifest) -> str:
     """Return whether a head is the draft that it started from."""
-    return DRAFTS[manifest.as_it_ships].replace("another draft", "**another draft**")
+    return DRAFTS[manifest.as_it_ships].replace("other weights", "**other weights**")
 
 
 def changed(manifest: Manifest | None) -> str:
@@ -202,11 +202,13 @@ def figures(evidence: Evidence, *, chart: bool) -> dict[str, Any]:
     """Return the text from manifest, report and acceptance.json, for the templates."""
     if target_card.is_target(evidence.manifest):
         return target_card.figures(evidence)
-    table = table_of(evidence.acceptance, evidence.facts.expected)
+    shown, others = _by_draft_tokens(evidence)
+    table = table_of(shown, evidence.facts.expected)
     return {
         "facts": evidence.facts,
         "manifest": evidence.manifest,
         "table": table,
+        "folded": table_of(others, {}),
         "chart": CHART if chart and table and table.bars else "",
         # Greedy answers are the same at every K.
         "sane": list(dict.fromkeys(line for file in evidence.acceptance for line in sanity(file.rows))),
@@ -214,6 +216,25 @@ def figures(evidence: Evidence, *, chart: bool) -> dict[str, Any]:
         **measured(evidence.report),
         "unverified": unverified(evidence),
     }
+
+
+def _by_draft_tokens(evidence: Evidence) -> tuple[list[AcceptanceFile], list[AcceptanceFile]]:
+    """Divide the figures by K: those that the card shows, and those that it folds.
+
+    Shown are the K of the facts, else the drafter's own; without a figure at one of these, all are.
+    """
+    measured = {row.draft_tokens for file in evidence.acceptance for row in file.rows} - {None}
+    own = evidence.drafter.draft_tokens(evidence.spec)
+    chosen = measured & set(evidence.facts.draft_tokens or (own,)) or measured
+
+    def those(shown: bool) -> list[AcceptanceFile]:
+        files = []
+        for file in evidence.acceptance:
+            rows = tuple(row for row in file.rows if (row.draft_tokens is None or row.draft_tokens in chosen) is shown)
+            files.append(file.model_copy(update={"rows": rows} if shown else {"rows": rows, "suites": ()}))
+        return files
+
+    return those(True), those(False)
 
 
 def unverified(evidence: Evidence) -> list[str]:

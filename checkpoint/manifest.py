@@ -31,8 +31,8 @@ READ_BY_ENGINES = (
 )  # fmt: skip
 # How a report and a card describe a head, by `Manifest.as_it_ships`.
 DRAFTS = {
-    True: "the draft as published: byte-identical to its source, and eligible where a reference draft is required",
-    False: "another draft than the published one: not eligible where a reference draft must be served as published",
+    True: "unchanged weights: byte-identical to the source",
+    False: "other weights than the source: not for benchmarks that require the published draft",
 }
 Action = Literal[
     "copied", "renamed", "repacked", "cast", "added", "rebuilt", "expanded", "pruned", "quantized", "dequantized",

@@ -95,7 +95,7 @@ class Card(Operation):
     facts: Name | None = option(None, "YAML with facts that no file states; see --init.", kind="file")
     style: Literal["short", "compact", "nvidia"] = option("short", "Sections and their order.")
     base_model: str = option("", "Hub id of the target.")
-    license: str = option("unknown", "License id of the head.")
+    license: str = option("unknown", "License of the head: an SPDX id, or its name on the Hub.")
     license_file: tuple[Name, ...] = option((), "Text of a license; repeatable.", kind="file")
     target: Name | None = option(None, "The target, for its license.", kind="checkpoint")
     source: Name | None = option(None, "The checkpoint that HEAD was made from, for its license.", kind="checkpoint")

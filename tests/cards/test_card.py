@@ -150,7 +150,9 @@ def test_a_card_is_written_again_where_that_is_asked(output):
 
 
 def test_an_exact_conversion_is_the_draft_as_it_ships(output):
-    assert "| draft | the draft as published: byte-identical" in write_card(output, None, Facts()).read_text()
+    assert (
+        "| draft | unchanged weights: byte-identical to the source |" in write_card(output, None, Facts()).read_text()
+    )
     assert json.loads((output / "kconv.json").read_text())["draft"] == "as it ships"
 
 
@@ -192,7 +194,7 @@ def test_a_weight_that_was_rounded_is_named(tmp_path):
     head = read_head(open_checkpoint(write_head(tmp_path / "head", by_name("trtllm"), spec, random_slots(spec))))
     execute(plan(head, by_name("vllm"), WriteOptions(dtype="BF16")), tmp_path / "out")
     text = write_card(tmp_path / "out", None, Facts()).read_text()
-    assert "**not exact**" in text and "| draft | **another draft** than the published one: not eligible" in text
+    assert "**not exact**" in text and "| draft | **other weights** than the source: not for benchmarks" in text
     assert "fc.weight cast" in text
 
 

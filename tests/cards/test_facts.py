@@ -26,7 +26,7 @@ def read(tmp_path: Path, text: str) -> Facts:
     [
         ("licnce: {id: mit}", "licnce"),
         ("training: {gpus: 8}", "training.gpus"),
-        ("license: {id: gpl-3.0}", "'gpl-3.0' is not a license that kconv knows"),
+        ("license: {id: gpl-9}", "'gpl-9' is not a license that kconv knows"),
         ("subcards: {ethics: {}}", "no subcard 'ethics'"),
         ("subcards: {bias: {fairness: high}}", "bias has no fairness; it has participation, measures"),
         ("training: [", "not valid YAML: line 1"),

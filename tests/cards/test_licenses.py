@@ -147,6 +147,48 @@ def test_l5_a_permissive_license_keeps_its_notice(output, license, text):
     assert found(output, facts) == set()
 
 
+LLAMA = (
+    "LLAMA 3.1 COMMUNITY LICENSE AGREEMENT\nLlama 3.1 Version Release Date: July 23, 2024 ... Meta Platforms, Inc.\n"
+)
+# https://github.com/meta-llama/llama-models/blob/main/models/llama3_1/LICENSE, section 1.b.iii
+OF_META = (
+    "Llama 3.1 is licensed under the Llama 3.1 Community License, Copyright © Meta Platforms, Inc. All Rights Reserved."
+)
+
+
+def test_l5_a_llama_license_needs_its_text_and_its_notice(output):
+    facts = FACTS.model_copy(update={"source_head": "org/head", "license": LicenseFacts(id="Llama3.1")})
+    make(output, facts)
+    assert ("error", "L5", "LICENSE") in found(output, facts)
+    for name in ("README.md", "NOTICE", "LICENSE-TARGET"):
+        (output / name).unlink()
+    text = make(output, facts, LICENSE=LLAMA).read_text()
+    assert found(output, facts) == set() and "\nlicense: llama3.1\n" in text and "Llama 3.1 Community License" in text
+    assert OF_META in (output / "NOTICE").read_text().splitlines()
+    (output / "NOTICE").write_text("mine")
+    assert ("error", "L5", "NOTICE") in found(output, facts)
+
+
+@pytest.mark.parametrize(
+    ("name", "front"),
+    {
+        "Apache-2.0": "license: apache-2.0", "AGPL-3.0-only": "license: agpl-3.0", "CC-BY-4.0": "license: cc-by-4.0",
+        "Gemma": "license: gemma", "llama-3.3": "license: llama3.3",
+        "Qwen": "license: other\nlicense_name: qwen", "DeepSeek": "license: other\nlicense_name: deepseek",
+    }.items(),
+)  # fmt: skip
+def test_a_license_has_the_hubs_name_for_it(output, name, front):
+    facts = FACTS.model_copy(update={"source_head": "org/head", "license": LicenseFacts(id=name)})
+    assert f"\n{front}\n" in make(output, facts).read_text()
+
+
+def test_a_text_that_kconv_cannot_know_is_that_of_the_license_that_is_stated(output, tmp_path):
+    (tmp_path / "mine").write_text("Creative Commons Attribution 4.0 International\n")
+    facts = FACTS.model_copy(update={"source_head": "org/head", "license": LicenseFacts(id="cc-by-4.0")})
+    write(output, make_card(gather(output, None, facts, license_files=[tmp_path / "mine"])))
+    assert (output / "LICENSE").read_text().startswith("Creative Commons")
+
+
 def test_l5_mit_without_its_copyright_line_is_not_kept(output):
     facts = FACTS.model_copy(update={"source_head": "AQ-MedAI/head", "license": LicenseFacts(id="mit")})
     make(output, facts, LICENSE=MIT.replace("Copyright (c) 2025 Someone", ""))

@@ -146,7 +146,32 @@ def test_answers_that_are_the_same_at_every_k_are_told_once(folder):
     [file] = known.acceptance
     shorter = file.model_copy(update={"rows": tuple(row.model_copy(update={"draft_tokens": 3}) for row in file.rows)})
     text = make_card(replace(known, acceptance=(file, shorter)), "compact").text
-    assert "draft tokens 3" in text and text.count("Answers: 513 tokens on average") == 1
+    assert "<details>" in text and text.count("Answers: 513 tokens on average") == 1
+
+
+def test_a_card_shows_the_figures_of_one_k_and_folds_the_others(folder):
+    known, _ = evidence(folder)
+    [file] = known.acceptance
+    own = {row.draft_tokens for row in file.rows}
+    others = [
+        file.model_copy(update={"rows": tuple(row.model_copy(update={"draft_tokens": k}) for row in file.rows)})
+        for k in (3, 7)
+    ]
+    several = replace(known, acceptance=(file, *others))
+
+    def heads(chosen):
+        facts = known.facts.model_copy(update={"draft_tokens": chosen})
+        shown, _, folded = make_card(replace(several, facts=facts)).text.partition("<details>")
+        return [[line.count("K = ") for line in part.splitlines() if line.startswith("| Category")]
+                for part in (shown, folded)]  # fmt: skip
+
+    assert own == {5}
+    # One K needs no name in its heading: its sentence says it.
+    assert heads(()) == [[0], [2]] and heads((3, 5)) == [[2], [0]] and heads((3, 5, 7)) == [[3], []]
+    text = make_card(several).text
+    assert "; K = 3; " in text.partition("<details>")[0] and "as before" not in text
+    # Without a figure at the usual K, the card shows what there is.
+    assert "<details>" not in make_card(known).text and "| Category" in make_card(known).text
 
 
 def test_the_search_finds_a_number_that_was_made_up(folder):

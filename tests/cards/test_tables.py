@@ -32,6 +32,10 @@ OTHER = {
 }  # fmt: skip
 
 
+def said(*rows: AcceptanceRow) -> str:
+    return "; ".join(describe(*rows))
+
+
 def head(name: str, *rows: AcceptanceRow) -> AcceptanceFile:
     return AcceptanceFile(head=name, rows=rows)
 
@@ -133,19 +137,23 @@ def test_what_was_measured_again_has_a_column_of_its_own_and_a_file_given_twice_
     assert table.bars == {table.columns[0]: {"math": 2.5, "stem": 2.1}, table.columns[1]: {"math": 3.4}}
 
 
-def test_a_mean_of_the_categories_is_missing_for_no_category():
+def test_a_mean_of_the_categories_is_a_line_beside_another_mean():
     suite = SuiteRecord(dataset="MT-Bench", categories=("math", "stem"))
     steps = [row(averaging="micro_steps", category=name) for name in ("math", "stem", "")]
     mean = row(averaging="macro_category", category="", value=2.6)
     table = table_of([AcceptanceFile(head="h", suites=(suite,), rows=(*steps, mean))], {})
     assert table is not None
-    assert [(line.category, line.cells[1]) for line in table.lines] == [("math", "–"), ("stem", "–"), ("all", "2.600")]
-    assert "–: a mean of the categories is one figure for all of them." in table.legend
+    assert table.columns == ("Acceptance length",) and table.legend == []
+    assert [(line.category, *line.cells) for line in table.lines] == [
+        ("math", "2.500"), ("stem", "2.500"), ("all", "2.500"), ("mean of the categories", "2.600"),
+    ]  # fmt: skip
+    alone = table_of([AcceptanceFile(head="h", suites=(suite,), rows=(mean,))], {})
+    assert alone is not None and [(line.category, *line.cells) for line in alone.lines] == [("all", "2.600")]
 
 
 def test_a_figure_that_does_not_state_the_bonus_token_says_so_and_is_compared_with_nothing():
     quoted = row(metric="al_as_published", measured_by="quoted", url="https://x", value=0.4)
-    assert "tokens per verify step; K = 3" in describe(quoted) and "not stated: bonus token;" in describe(quoted)
+    assert "tokens per verify step; K = 3" in said(quoted) and "not stated: bonus token;" in said(quoted)
     assert "metric" in differences(quoted, quoted)
     table = table_of([head("h", quoted)], {})
     assert table is not None and list(table.bars.values()) == [{"math": 0.4}]
@@ -166,7 +174,7 @@ def test_missing_categories_stand_in_their_lines():
         ("all", "SPEED-Bench", ("not published",)),
     ]
     measured = table_of([AcceptanceFile(head="h", suites=(suite,), rows=(row(),))], {})
-    assert measured is not None and measured.lines[1].cells == ("not measured",)
+    assert measured is not None and [line.category for line in measured.lines] == ["math"]
 
 
 @pytest.mark.parametrize(("source", "word"), [("whole", "not published"), ("excerpt", "unknown"), (None, "unknown")])
@@ -206,14 +214,14 @@ def test_nothing_known_and_nothing_looked_for_is_no_table():
 
 
 def test_a_key_says_what_is_not_stated():
-    text = describe(row(precision=None, averaging=None, measured_by="quoted", url="https://example.org"))
+    text = said(row(precision=None, averaging=None, measured_by="quoted", url="https://example.org"))
     assert "; not stated: kind of mean, precision; quoted from" in text
     assert "https://example.org" in text and "bonus token" in text
 
 
 def test_a_key_says_of_which_revision_each_data_set_is():
-    assert f"; revision: {'a' * 40}; measured" in describe(row(), row(dataset="SPEED-Bench"))
-    text = describe(row(), row(category="stem"), row(dataset="SPEED-Bench", revision="main"))
+    assert f"; revision: {'a' * 40}; measured" in said(row(), row(dataset="SPEED-Bench"))
+    text = said(row(), row(category="stem"), row(dataset="SPEED-Bench", revision="main"))
     assert f"; revisions: MT-Bench {'a' * 40}, SPEED-Bench main; measured" in text
 
 

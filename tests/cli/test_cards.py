@@ -176,7 +176,7 @@ def test_licenses_are_fetched_from_the_hub(head, tmp_path, hub):
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        (("--license", "gpl-3.0"), "no data about a license 'gpl-3.0'"),
+        (("--license", "llama3.1.1"), "no license 'llama3.1.1'; did you mean llama3.1"),
         (("--facts", "nowhere.yaml"), "there is no facts file nowhere.yaml"),
         (("--acceptance", "nowhere.json"), "there is no nowhere.json"),
         (("--license-file", "nowhere"), "cannot be read as text"),
