@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ..checkpoint.formats import NVFP4, Int4
-from ..targets.weights import Quantized, StoredWeight
+from ..targets.weights import Quantized, Seen, StoredWeight, unseen
 from .pack import Packed, load_native, pack
 
 # The magnitude of each nibble's value, nibble - 8, and the larger of the two in a byte.
@@ -99,11 +99,11 @@ class Int4Packer:
         )
 
 
-def amax_int4(weight: Quantized, loops: Loops | None = None) -> float:
+def amax_int4(weight: Quantized, loops: Loops | None = None, *, seen: Seen = unseen) -> float:
     """Return the largest magnitude of an INT4 weight's dequantized values; NaN for NaN scales."""
     loops = loops or fastest()
     tops = np.zeros(LEVELS, np.uint16)
-    for stored in weight.stored():
+    for stored in weight.stored(seen):
         halves = stored[Int4.values].view(torch.uint8).numpy().reshape(-1, NVFP4.group // 2)
         tops = np.maximum(tops, loops.tops(halves, stored[Int4.scale].view(torch.uint16).numpy().reshape(-1)))
     largest = torch.from_numpy(tops).view(torch.bfloat16)

@@ -1,7 +1,8 @@
 """Make one file of the output, from start to end.
 
-A file is read twice: its fused groups share a scale that is known only after all of them were read, and the scales come
-first in the file. The second read comes from the page cache, which holds a file of `SHARD` bytes.
+What becomes NVFP4 is read twice: fused modules share a scale that is known only after all of them were read, and the
+scales come first in the file. The second read comes from the page cache, which holds a file of `SHARD` bytes. What
+stays is read once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch
 from blake3 import blake3
 
-from ..checkpoint.bytes import Entry, digest, stream, write_safetensors
+from ..checkpoint.bytes import Entry, stream, write_safetensors
 from ..checkpoint.formats import INPUT_SCALE, NVFP4, Int4
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.manifest import Action, FileRecord, StepRecord, TensorRecord
@@ -27,7 +28,7 @@ from ..checkpoint.tensors import entry
 from ..checkpoint.values import Values
 from ..errors import TensorValue, WorkerFailed
 from ..strict import StrictModel
-from ..targets.weights import StoredWeight
+from ..targets.weights import Seen, StoredWeight, unseen
 from .int4_to_nvfp4 import Int4Packer, amax_int4, fits
 from .pack import Packed, amax, pack, scale_2
 from .plan import FusedGroup, Module, QuantizePlan, Unit
@@ -100,19 +101,14 @@ Advance = Callable[[int], None]
 
 def make_unit(unit: Unit, place: Workplace, *, inputs: str, advance: Advance = lambda _: None) -> UnitRecord:
     """Make one file of the output, and record it; it gets its name only when it is whole."""
-    scales = {}
-    digests = {}
+    scales, taken = {}, Digests()
     for group in unit.groups:
-        scale = shared_scale(group)
+        scale = shared_scale(group, taken)
         scales |= {module.name: scale for module in group.modules}
-        for module in group.modules:
-            digests |= {info.name: digest(info) for info in module.weight.infos}
-    for weight in unit.dequantized:
-        digests |= {info.name: digest(info) for info in weight.infos}
     jobs = [_Job(module, scales[module.name], advance) for module in unit.modules]
     entries = [
         *(made for job in jobs for made in job.entries()),
-        *(_dequantized(weight, advance) for weight in unit.dequantized),
+        *(_dequantized(weight, taken, advance) for weight in unit.dequantized),
         *(_carried(info, advance) for info in unit.carried),
     ]
     temporary = place.files / f"{unit.file}.{os.getpid()}.tmp"
@@ -126,19 +122,32 @@ def make_unit(unit: Unit, place: Workplace, *, inputs: str, advance: Advance = l
         temporary.unlink(missing_ok=True)
     file = FileRecord(name=unit.file, size=written.size, sha256=written.sha256)
     # Copied tensors have exactly the bytes that were hashed while copying.
-    digests |= {info.name: written.digests[info.name] for info in unit.carried}
+    digests = taken.found() | {info.name: written.digests[info.name] for info in unit.carried}
     record = UnitRecord(file=file, tensors=tuple(steps(unit, written.digests, digests, inputs)))
     place.write(record)
     return record
 
 
-def largest(weight: StoredWeight) -> float:
+class Digests:
+    """The blake3 of each tensor whose parts it has seen, all of them in order."""
+
+    def __init__(self) -> None:
+        self._hashes: dict[str, blake3] = {}
+
+    def __call__(self, info: TensorInfo, part: torch.Tensor) -> None:
+        self._hashes.setdefault(info.name, blake3()).update(_bytes(part))
+
+    def found(self) -> dict[str, str]:
+        return {name: hashed.hexdigest() for name, hashed in self._hashes.items()}
+
+
+def largest(weight: StoredWeight, seen: Seen = unseen) -> float:
     """Return a weight's amax, from which the packer computes scale_2; it is not zero, NaN or infinite."""
     if fits(weight):
-        found = amax_int4(weight)
+        found = amax_int4(weight, seen=seen)
     else:
         found = 0.0
-        for block in weight.blocks():
+        for block in weight.blocks(seen):
             part = float(amax(block))
             found = part if not part <= found else found  # NaN stays
             if math.isnan(found):
@@ -152,9 +161,9 @@ def largest(weight: StoredWeight) -> float:
     return found
 
 
-def shared_scale(group: FusedGroup) -> float:
+def shared_scale(group: FusedGroup, seen: Seen = unseen) -> float:
     """Return the weight_scale_2 of a fused group, from the largest amax of its modules."""
-    return float(scale_2(max(largest(module.weight) for module in group.modules)))
+    return float(scale_2(max(largest(module.weight, seen) for module in group.modules)))
 
 
 def pack_stored(weight: StoredWeight, weight_scale_2: float) -> Iterator[Packed]:
@@ -203,16 +212,16 @@ class _Job:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    return tensor.contiguous().view(torch.uint8).numpy().reshape(-1).data
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _scalar(value: float | None) -> list[memoryview]:
     return [_bytes(torch.tensor([value], dtype=torch.float32))]
 
 
-def _dequantized(weight: StoredWeight, advance: Advance) -> Entry:
+def _dequantized(weight: StoredWeight, seen: Seen, advance: Advance) -> Entry:
     def chunks() -> Iterator[bytes | memoryview]:
-        for block in weight.blocks():
+        for block in weight.blocks(seen):
             yield from entry(weight.name, block).chunks()
         advance(sum(info.size for info in weight.infos))
 
@@ -310,10 +319,8 @@ def estimate(plan: QuantizePlan, processes: int) -> Estimate:
 
 def _make(group: FusedGroup) -> None:
     whole, tensor = hashlib.sha256(), blake3()
-    scale = shared_scale(group)
+    scale = shared_scale(group, Digests())
     for module in group.modules:
-        for info in module.weight.infos:
-            tensor.update(bytes.fromhex(digest(info)))
         for part in pack_stored(module.weight, scale):
             for made in (part.weight, part.weight_scale):
                 view = made.contiguous().view(torch.uint8).numpy().data

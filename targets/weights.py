@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +17,13 @@ from .config import TargetConfig
 
 # Elements to dequantize at a time: about ten MiB with all intermediate values.
 SPAN = 1 << 21
+
+Seen = Callable[[TensorInfo, torch.Tensor], None]
+"""Called with each part of a stored tensor as it is read, in order."""
+
+
+def unseen(info: TensorInfo, part: torch.Tensor) -> None:
+    """See `Seen`; nobody looks."""
 
 
 class StoredWeight(Protocol):
@@ -40,7 +47,7 @@ class StoredWeight(Protocol):
     @property
     def infos(self) -> tuple[TensorInfo, ...]: ...
 
-    def blocks(self) -> Iterator[torch.Tensor]:
+    def blocks(self, seen: Seen = unseen) -> Iterator[torch.Tensor]:
         """Yield a matrix dequantized, in consecutive blocks of rows of about `SPAN` elements."""
         ...
 
@@ -72,9 +79,11 @@ class Plain:
     def infos(self) -> tuple[TensorInfo, ...]:
         return (self.info,)
 
-    def blocks(self) -> Iterator[torch.Tensor]:
+    def blocks(self, seen: Seen = unseen) -> Iterator[torch.Tensor]:
         for begin, end in spans(self.shape):
-            yield read_span(self.info, begin, end)
+            part = read_span(self.info, begin, end)
+            seen(self.info, part)
+            yield part
 
     def read(self) -> torch.Tensor:
         return read_tensor(self.info)
@@ -108,20 +117,25 @@ class Quantized:
     def infos(self) -> tuple[TensorInfo, ...]:
         return tuple(self.parts.values())
 
-    def stored(self) -> Iterator[dict[str, torch.Tensor]]:
+    def stored(self, seen: Seen = unseen) -> Iterator[dict[str, torch.Tensor]]:
         """Yield its tensors as stored, by suffix, in consecutive blocks of rows."""
         rows = {suffix: self.format.tensors[suffix].rows for suffix in self.parts}
         whole = {suffix: read_tensor(info) for suffix, info in self.parts.items() if not rows[suffix]}
         self.format.check_values(self.parts, whole)
+        for suffix, part in whole.items():
+            seen(self.parts[suffix], part)
         for begin, end in spans(self.shape, max(rows.values())):
-            yield whole | {
+            split = {
                 suffix: read_span(info, begin // rows[suffix], -(-end // rows[suffix]))
                 for suffix, info in self.parts.items()
                 if rows[suffix]
             }
+            for suffix, part in split.items():
+                seen(self.parts[suffix], part)
+            yield whole | split
 
-    def blocks(self) -> Iterator[torch.Tensor]:
-        for stored in self.stored():
+    def blocks(self, seen: Seen = unseen) -> Iterator[torch.Tensor]:
+        for stored in self.stored(seen):
             yield self.format.unpack(stored).to(TORCH[self.dtype])
 
     def read(self) -> torch.Tensor:
