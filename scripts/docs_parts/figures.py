@@ -17,28 +17,11 @@ BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 # A section's name, what is taken from it, and the sentence it makes.
 FIGURES = (
     (
-        "demo",
-        r"(?P<wall>[\d.]+) min, with",
-        "`kconv demo` trains a target and two heads, converts them and measures them in {wall} minutes.",
-    ),
-    (
         "convert",
         r"(?P<size>[\d.]+ GB).*?\| warm \|.*?\*\*(?P<warm>[\d.]+)\*\*.*?(?P<peak>\d+ MiB)"
         r".*?\| cold \|.*?\*\*(?P<cold>[\d.]+)\*\*",
         "`kconv to-vllm` converts a synthetic {size} head in {warm} times the time of `cp` ({cold} from a cold cache), "
-        "with {peak} of memory. It hashes and checks every tensor.",
-    ),
-    (
-        "pack",
-        r"\| bfloat16 \|[^*]*\*\*(?P<ratio>\d+)\*\*",
-        "NVFP4 packing from bf16 is {ratio} times as fast as ModelOpt's on one core, with the same bits.",
-    ),
-    (
-        "quantize",
-        r"expert shapes, (?P<size>[\d.]+ GB).*\| cold \|[^|]*\|[^|]*\| (?P<peak>\d+ MiB)"
-        r".*from a cold cache take \*\*(?P<times>[\d.]+)\*\*",
-        "`kconv quantize` writes a {size} INT4 target as NVFP4 in {times} times the time that plain reading and "
-        "writing takes, with two processes of {peak} each.",
+        "with {peak} of memory.",
     ),
     (
         "validate",

@@ -197,7 +197,7 @@ def in_short() -> Iterator[str]:
             of_kind = [cell(one, name, kind) for name in FORMS]
             ran = of_kind.count(RUN)
             taken = ran + of_kind.count(CODE)
-            cells.append(f"{taken}" + (f", {ran} run" if ran else "") if taken else UNKNOWN)
+            cells.append("**yes**" if ran else "yes" if taken else UNKNOWN)
         known.setdefault(tuple(cells), []).append(kind)
     yield from table(
         ("target", *(one.title for one in engines())),

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,14 @@ def test_the_readmes_figures_are_those_of_the_benchmarks():
     script = [ROOT / "scripts" / "docs", "figures", "--check"]
     ran = subprocess.run(script, capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (0, ""), f"run scripts/docs: {ran.stdout}{ran.stderr}"
+
+
+def test_the_readme_is_short_and_says_first_what_it_is_for():
+    text = (ROOT / "README.md").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert len(re.findall(r"\S*\w\S*", text)) <= 900
+    first, *_ = [line for line in text.splitlines()[1:] if line]
+    assert all(word in first for word in re.findall(r"[A-Z][\w-]*[A-Z0-9]\w*", project["description"])), first
 
 
 def test_the_page_of_the_cluster_follows_from_the_benchmarks():
