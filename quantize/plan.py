@@ -156,6 +156,7 @@ def plan_quantize(
             where=source.folder,
             fix="Fetch the target's MTP layers, or set the key that promises them to 0 in config.json.",
         )
+    _refuse_fused_experts(stored)
     linear = {n.removesuffix(".weight"): w for n, w in stored.items() if _is_linear(n, w)}
     chosen = _choose(linear, config, recipe)
     for weight in chosen.values():
@@ -164,6 +165,17 @@ def plan_quantize(
     modules = {name: Module(name, weight, scales.get(name)) for name, weight in chosen.items()}
     form = format_.form if format_ else Plain.form
     return QuantizePlan(source, config, form, recipe, inputs, cut_units(stored, modules, shard), tuple(linear))
+
+
+def _refuse_fused_experts(stored: dict[str, StoredWeight]) -> None:
+    """Refuse experts that share tensors, as gpt-oss and Llama 4 store them: engines want each one's packed apart."""
+    fused = next((w for n, w in stored.items() if "experts" in n.split(".") and len(w.shape) > 2), None)
+    if fused is not None:
+        raise TargetInvalid(
+            f"{fused.name} is {list(fused.shape)}, all experts of a layer in one tensor, which kconv cannot pack",
+            where=fused.infos[0].file,
+            fix="Use ModelOpt's own scripts, which pack each expert by itself.",
+        )
 
 
 def _is_linear(name: str, weight: StoredWeight) -> bool:

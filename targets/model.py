@@ -40,8 +40,9 @@ CausalLM = Any
 # Model types of DeepSeek-V3's class, into which quantized experts are read one by one.
 DEEPSEEKS = ("kimi_k2", "deepseek_v3")
 TIED = ("lm_head.weight",)
-# Model types whose layers kconv runs one by one, each with one causal mask and one rotary embedding.
-RUN_BY_LAYERS = (*DEEPSEEKS, "llama")
+# Model types whose layers kconv runs one by one, each with one causal mask and one rotary embedding: what can be
+# calibrated, quantized by ModelOpt and measured, and so published in NVFP4.
+RUN_BY_LAYERS = (*DEEPSEEKS, "llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe")
 # Text models of multimodal targets that on text equal another class; transformers has no class for them alone.
 AS_CAUSAL = {"qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"}
 # RoPE keys that place images; for a text token all three positions are equal.
@@ -81,18 +82,24 @@ def build_target(config: TargetConfig, dtype: torch.dtype) -> CausalLM:
 
 
 def refuse_other_family(config: TargetConfig, what: str) -> None:
-    """Refuse a target that is not of DeepSeek-V3's or Llama's class, for operations that support only these.
-
-    `what` says what cannot be done, e.g. "calibrated".
+    """Refuse a target whose layers kconv does not run one by one; `what` says what cannot be done, e.g. "calibrated".
 
     Raises:
-        TargetInvalid: it is of another class.
+        TargetInvalid: it is of another class, or some of its layers have another kind of attention.
     """
+    fix = "Use ModelOpt's own scripts for this target. kconv quantizes it data-free, but cannot measure the result."
     if config.model_type not in RUN_BY_LAYERS:
         raise TargetInvalid(
             f"the target's text model is {config.model_type!r}, but only {', '.join(RUN_BY_LAYERS)} can be {what}",
             where="config.json: model_type",
-            fix="Use ModelOpt's own scripts for this target; kconv quantize supports it without calibrated scales.",
+            fix=fix,
+        )
+    kinds = getattr(_class_of(config)[0], "layer_types", None) or ()
+    if other := sorted({kind for kind in kinds if kind != "full_attention"}):
+        raise TargetInvalid(
+            f"some of the target's layers are of the kind {other[0]}, with which it cannot be {what}",
+            where="config.json: layer_types",
+            fix=fix,
         )
 
 

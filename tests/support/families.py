@@ -16,10 +16,14 @@ from typing import Any
 import torch
 from filelock import FileLock
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -66,6 +70,17 @@ def _qwen3_moe() -> Any:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**DIMS, **EXPERTS, num_experts=4, moe_intermediate_size=64))
 
 
+def _qwen2() -> Any:
+    return Qwen2ForCausalLM(Qwen2Config(**{key: value for key, value in DIMS.items() if key != "head_dim"}))
+
+
+def _glm4_moe() -> Any:
+    own = {"n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 64, "first_k_dense_replace": 1}
+    # transformers neither runs nor writes MTP layers, and its default promises one.
+    groups = {"n_group": 1, "topk_group": 1, "use_qk_norm": True, "num_nextn_predict_layers": 0}
+    return Glm4MoeForCausalLM(Glm4MoeConfig(**DIMS, **EXPERTS, **own, **groups))
+
+
 def _gpt_oss() -> Any:
     dims = DIMS | {"intermediate_size": 64}
     return GptOssForCausalLM(GptOssConfig(**dims, **EXPERTS, num_local_experts=4, sliding_window=128))
@@ -79,7 +94,10 @@ def _qwen3_vl() -> Any:
     return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision))
 
 
-MODELS = {"llama": _llama, "qwen3": _qwen3, "qwen3_moe": _qwen3_moe, "gpt_oss": _gpt_oss, "qwen3_vl": _qwen3_vl}
+MODELS = {
+    "llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3_moe": _qwen3_moe, "glm4_moe": _glm4_moe,
+    "gpt_oss": _gpt_oss, "qwen3_vl": _qwen3_vl,
+}  # fmt: skip
 
 
 def write_target(folder: Path, kind: str, tokenizer: Path, recipe: TinyRecipe | None = STEPS) -> Path:

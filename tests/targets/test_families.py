@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from kconv.checkpoint.source import Folder
 from kconv.errors import TargetInvalid
 from kconv.targets.config import read_target_config
 from kconv.targets.forward import generate_greedy, run_target
-from kconv.targets.model import find_ends, load_ends, load_target, refuse_other_family
+from kconv.targets.model import RUN_BY_LAYERS, find_ends, load_ends, load_target, refuse_other_family
 
 CAPTURED = (1, 2, 5)
 
@@ -99,9 +100,16 @@ def test_a_wrapper_that_keeps_its_text_elsewhere_is_told_apart_by_its_type(folde
     assert json.loads((folders["qwen3_vl"] / "config.json").read_text())["model_type"] == "qwen3_vl"
 
 
-@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "llama"])
-def test_what_runs_deepseeks_and_llamas_layers_alone_refuses_it_by_name(folders, kind):
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind not in RUN_BY_LAYERS])
+def test_what_runs_layers_one_by_one_refuses_others_by_name(folders, kind):
     config = read_target_config(folders[kind])
     with pytest.raises(TargetInvalid, match=config.model_type) as caught:
         refuse_other_family(config, "calibrated")
     assert "kimi_k2" in caught.value.what
+
+
+def test_what_runs_layers_one_by_one_refuses_a_sliding_window_by_name(folders):
+    config = read_target_config(folders["qwen2"])
+    windows = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 3, "layer_types": None}
+    with pytest.raises(TargetInvalid, match="of the kind sliding_attention, with which it cannot be calibrated"):
+        refuse_other_family(replace(config, text=config.text | windows), "calibrated")
