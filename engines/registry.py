@@ -287,7 +287,8 @@ def describe(layout: str) -> str:
     if not titles:
         raise UnknownLayout(f"no engine loads {layout}'s layout", fix=f"Choose one of {', '.join(writable())}.")
     engines_own = [*OWN_ENGINES, *(own.name for one in _known()[0] for own in one.layouts)]
-    if len(titles) == 1 and layout not in engines_own:
+    own = OWN_LAYOUTS.get(layout)
+    if len(titles) == 1 and layout not in engines_own and (own is None or own.called not in engines_own):
         return f"the layout of {layout}, which {titles[0]} loads"
     if len(titles) == 1:
         return f"{titles[0]}'s layout"

@@ -73,9 +73,21 @@ def test_a_block_drafters_card_says_which_it_is_and_how_it_is_served(tmp_path, s
     source = write_head(tmp_path / "source", by_name("dflash-sglang"), spec, random_slots(spec))
     execute(plan(read_head(open_checkpoint(source)), by_name("dflash-vllm")), tmp_path / "head")
     card = make_card(gather(tmp_path / "head", None, Facts(name="org/head", base_model="org/target"))).text
-    assert f"{lead} (GQA attention, BF16) for speculative decoding" in card
+    assert f"{lead} (GQA attention, BF16) for speculative decoding" in card and "in vLLM's layout." in card
     [[*_, told]] = ran(card.partition("```bash\n")[2].partition("```")[0], tmp_path)
     assert json.loads(told) == {"model": "org/head", "method": method, "num_speculative_tokens": places}
+
+
+def test_a_p_eagle_heads_card_says_so_and_serves_it_with_its_flag(tmp_path):
+    spec = replace(GQA, mask=3)
+    source = write_head(tmp_path / "source", by_name("speculators"), spec, random_slots(spec))
+    execute(plan(read_head(open_checkpoint(source)), by_name("vllm")), tmp_path / "head")
+    card = make_card(gather(tmp_path / "head", None, Facts(name="org/head", base_model="org/target"))).text
+    assert "A P-EAGLE draft head (GQA attention, BF16) for speculative decoding" in card
+    [[*_, told]] = ran(card.partition("```bash\n")[2].partition("```")[0], tmp_path)
+    assert json.loads(told) == {
+        "model": "org/head", "method": "eagle3", "parallel_drafting": True, "num_speculative_tokens": 3,
+    }  # fmt: skip
 
 
 def test_a_manifest_that_describes_no_such_drafter_is_refused(output):

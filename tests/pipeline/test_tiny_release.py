@@ -20,14 +20,15 @@ from kconv.pipeline.recipe import read_release
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLE = ROOT / "examples" / "tiny-release.yaml"
+DFLASH = ROOT / "examples" / "tiny-dflash-release.yaml"
 TOKEN = "hf_aVerySecretTokenOfNobody"
 
 
-def kconv(root: Path, *options: str) -> dict[str, str]:
-    """Run the example from the repository's root, and return the status of each step."""
-    program = [sys.executable, "-c", "from kconv.cli import main; main()", "run", str(EXAMPLE), "--out", str(root)]
+def kconv(root: Path, example: Path = EXAMPLE) -> dict[str, str]:
+    """Run an example from the repository's root, and return the status of each step."""
+    program = [sys.executable, "-c", "from kconv.cli import main; main()", "run", str(example), "--out", str(root)]
     env = os.environ | {"HF_TOKEN": TOKEN}
-    ran = subprocess.run([*program, "--json", *options], capture_output=True, text=True, cwd=ROOT, env=env)
+    ran = subprocess.run([*program, "--json"], capture_output=True, text=True, cwd=ROOT, env=env)
     assert ran.returncode == 0, ran.stderr
     assert TOKEN not in ran.stdout + ran.stderr
     told: dict[str, Any] = json.loads(ran.stdout)
@@ -68,3 +69,16 @@ def test_the_example_goes_from_nothing_to_the_hub_in_one_command(hub, tmp_path):
     # Measured on the same day the report comes out the same, and with it the card; else both are new.
     assert {name for name, status in again.items() if status == "made"} <= {"report", "card", "publish"}
     assert again["head"] == again["vllm"] == again["acceptance"] == "unchanged"
+
+
+@pytest.mark.slow
+def test_a_dflash_drafter_goes_the_same_way(hub, tmp_path):
+    hub.tokens = {TOKEN}
+    root, recipe = tmp_path / "tiny-dflash-release", read_release(DFLASH)[0]
+    publish = recipe.steps["publish"].plain()
+
+    assert set(kconv(root, DFLASH).values()) == {"made"}
+    assert [verify(root / layout).layout for layout in ("vllm", "sglang")] == ["dflash-vllm", "dflash-sglang"]
+    tagged = files_under_the_tag(hub, publish["repo"], publish["tag"])
+    assert tagged == {path.name: path.read_bytes() for path in (root / "card").iterdir()}
+    assert b"A DFlash drafter" in tagged["README.md"] and b'"method": "dflash"' in tagged["README.md"]
