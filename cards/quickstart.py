@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..engines.base import HEAD, TARGET, Deployment, Launch
 from ..engines.registry import engine, engines_of
 from ..escape import command_lines, yaml
 from .evidence import Evidence
+
+# Names that no card has, to find where a serve line has one.
+MARKS = ("kconv-names/the-head", "kconv-names/the-target")
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,26 @@ def starts(evidence: Evidence) -> tuple[Start, ...]:
         for one in named
         if one.launch and evidence.drafter.name in one.launch.drafters
     )
+
+
+def served_names(evidence: Evidence, card: str) -> set[str]:
+    """Return the names by which a card's serve lines call the head and its target."""
+    facts = evidence.facts.model_copy(update={"name": MARKS[0], "base_model": MARKS[1]})
+    lines = [
+        line
+        for one in starts(replace(evidence, facts=facts))
+        for line in (one.command + "\n" + one.config).splitlines()
+    ]
+    found: set[str] = set()
+    for line in lines:
+        for mark in MARKS:
+            before, marked, _ = line.strip().partition(mark)
+            if marked and before:
+                pattern = re.escape(before) + r"([^\s'\"\\]+)"
+                for other in MARKS:
+                    pattern = pattern.replace(re.escape(other), r"\S+")
+                found |= set(re.findall(pattern, card))
+    return found
 
 
 def _start(name: str, title: str, launch: Launch, evidence: Evidence) -> Start:

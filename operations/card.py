@@ -12,6 +12,7 @@ from pydantic import model_validator
 from ..lines import Line, Part, Result
 from ..options import Name, argument, option
 from .base import Context, Operation
+from .publish import repository_in
 from .reading import refuse_existing_output
 
 if TYPE_CHECKING:
@@ -144,8 +145,10 @@ class Card(Operation):
             out, release = Path(self.out), context.release
             refuse_existing_output(self.out)
             head = context.source(self.head).open_weights().folder
+            # The repository to which the recipe publishes it; else its card would name a folder.
+            title = (repository_in(release.text) or release.title) if release else ""
             write_release(
-                head, out, recipe=release.text if release else "", title=release.title if release else "",
+                head, out, recipe=release.text if release else "", title=title,
                 **style, **about,
             )  # fmt: skip
             return CardWritten(out, out / "README.md", findings=tuple(check_folder(out, facts)))

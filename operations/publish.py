@@ -189,6 +189,18 @@ def recorded_steps(folder: Path) -> list[Publish]:
         raise RecipeInvalid(f"{RECIPE} cannot be read: {error.what}", where=file, fix="Correct it there.") from error
 
 
+def repository_in(recipe: str) -> str:
+    """Return the only repository to which a recipe publishes, "" if there is none or several."""
+    from ..checkpoint.schema import parse_yaml
+    from ..errors import RecipeInvalid
+
+    held = parse_yaml(recipe, RecipeInvalid, where="", what="recipe", fix="Correct it there.")
+    steps = held.get("steps") if isinstance(held, dict) else None
+    own = [step for step in steps.values() if isinstance(step, dict)] if isinstance(steps, dict) else []
+    repositories = {str(step["repo"]) for step in own if step.get("do") == "publish" and step.get("repo")}
+    return repositories.pop() if len(repositories) == 1 else ""
+
+
 def _passed(release: ApprovedRelease, asks: bool) -> Iterator[str]:
     """Yield the release checks that passed, how many they are, and whether this asks the Hub next."""
     from ..cards.publish.gate import Check

@@ -17,6 +17,7 @@ from ..evidence import Evidence, cell, foreign
 from ..front_matter import CARD, INDEX, read_front_matter, results
 from ..license_checks import CHECKS as LICENSE_CHECKS
 from ..license_checks import check_folder
+from ..quickstart import served_names
 from ..sections import not_repeated
 from ..target_card import is_target, lost
 from .floor import find_measurements, largest_loss, list_measured
@@ -216,6 +217,16 @@ def _card(candidate: Candidate) -> Iterator[Found]:
         yield Found(f"{CARD}: {INDEX}", "the figures in the front matter differ from acceptance.json")
 
 
+def _names(candidate: Candidate) -> Iterator[Found]:
+    # Who downloads the release has no such folder; the card's own name is the folder's where no facts name the head.
+    if is_target(candidate.manifest):
+        return
+    evidence = Evidence(candidate.folder, candidate.facts, candidate.manifest, candidate.report)
+    for name in sorted(served_names(evidence, candidate.card)):
+        if not HUB_ID.fullmatch(name):
+            yield Found(CARD, f"a serve line names {name}, which is no Hub id")
+
+
 def _secrets(candidate: Candidate) -> Iterator[Found]:
     for name in candidate.files:
         data = None if name.endswith(".safetensors") else candidate.held(name)
@@ -343,6 +354,15 @@ CHECKS = (
         "Remove it. A target's code may stay if it was quantized from the hub id and is identical.",
         _unfit,
         allowable=False,
+    ),
+    Check(
+        "P116",
+        "serve-lines-name-hub-ids",
+        "error",
+        "The card's serve lines name the head and its target by their Hub ids.",
+        "State name and base_model in the facts (kconv card DIR --init FILE), and write the card again with kconv card "
+        "DIR --force --facts FILE.",
+        _names,
     ),
 )
 

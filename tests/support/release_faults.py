@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 from huggingface_hub import ModelCardData
-from support.releases import FLOOR, FRONT, SUITE, write_acceptance, write_card, write_release, write_report
+from support.releases import FLOOR, FRONT, REPO, SUITE, write_acceptance, write_card, write_release, write_report
 
 from kconv.bench.acceptance import AcceptanceFile, read_acceptance
 from kconv.cards.evidence import Evidence
@@ -182,6 +182,8 @@ BROKEN = {
     "a card that claims more of its weights": ("P113", lambda f: alter_card(f, "identical, bit by bit", "better")),
     "another K in the card": ("P113", lambda f: write_acceptance(f) or alter_card(f, "K = 3", "K = 1")),
     "a figure that only the metadata say": ("P113", lambda f: index_figure(f, 3.875)),
+    "a serve line that names a folder": ("P116", lambda f: alter_card(f, f'"model": "{REPO}"', '"model": "rel"')),
+    "a serve line without the target": ("P116", lambda f: alter_card(f, "serve org/target", "serve PATH_OR_ID")),
     "an unknown license": ("L2", lambda f: write_card(f, FRONT | {"license": "unknown"})),
     "no base model": ("L8", lambda f: write_card(f, {k: v for k, v in FRONT.items() if k != "base_model"})),
     "a license that is not linked": (

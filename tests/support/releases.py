@@ -16,6 +16,7 @@ from support.hub import Hub
 from kconv.bench.acceptance import AcceptanceRow, read_acceptance
 from kconv.cards.card import make_card
 from kconv.cards.evidence import Evidence
+from kconv.cards.facts import Facts
 from kconv.cards.publish.floor import read_floor
 from kconv.cards.publish.options import PublishOptions
 from kconv.cards.publish.release import open_candidate
@@ -78,8 +79,8 @@ def write_card(folder: Path, front: dict[str, Any]) -> None:
     report = folder / "report.json"
     acceptance = tuple(read_acceptance(file) for file in sorted(folder.glob("acceptance*.json"), reverse=True))
     evidence = Evidence(
-        folder, manifest=read_manifest(folder), report=read_report(report) if report.exists() else None,
-        acceptance=acceptance,
+        folder, Facts(name=REPO, base_model="org/target"), manifest=read_manifest(folder), acceptance=acceptance,
+        report=read_report(report) if report.exists() else None,
     )  # fmt: skip
     text = make_card(evidence, chart=False).text.split("---\n", 2)[2]
     (folder / "README.md").write_text(f"---\n{yaml.safe_dump(front)}---\n{text}")
