@@ -663,7 +663,6 @@ def quantize(
     trust_remote_code: bool = False,
     recipe: _Path,
     input_scale: _Path | None = None,
-    kv_cache: Literal["fp8", "none"] | None = None,
     jobs: int | None = None,
     backend: Literal["stream", "modelopt"] = "stream",
     prompts: _Path | None = None,
@@ -686,7 +685,6 @@ def quantize(
         trust_remote_code: Run the tokenizer's own Python code; the target must be pinned.
         recipe: A recipe's name or file.
         input_scale: A file of kconv calibrate, or data-free: 1.0 everywhere.
-        kv_cache: The KV cache that the config states.
         jobs: Processes, about 1 GiB each; by default one per core.
         backend: stream: one tensor at a time. modelopt: ModelOpt's own, with the whole target in memory.
         prompts: Calibration prompts (JSONL) for --backend modelopt.

@@ -50,7 +50,6 @@ def figures(evidence: Evidence) -> dict[str, Any]:
         "patterns": recipe.get("quantize", ()),
         "activations": "unquantized" if recipe.get("weight_only") else "NVFP4, rounded by input_scale",
         "input_scale": spec.get("input_scale", ""),
-        "kv_cache": recipe.get("kv_cache", ""),
         "mtp": spec.get("mtp", {}),
         "modules": f"{spec.get('quantized_modules', 0):,}",
         "parameters": f"{manifest.parameters:,}" if manifest else "",

@@ -28,7 +28,6 @@ INPUT_SCALE = "input_scale"
 # Where a config describes the quantization; ModelOpt's exporter also writes the second one, as a file.
 CONFIG_KEY, SIDE_FILE = "quantization_config", "hf_quant_config.json"
 PRODUCER = {"name": "modelopt", "version": "0.47.0"}
-KV_CACHE_SCHEME = {"dynamic": False, "num_bits": 8, "type": "float"}
 
 # The largest magnitude of each float type.
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
@@ -204,15 +203,14 @@ class StoredFormat(ABC):
     def check_values(self, parts: Mapping[str, TensorInfo], whole: Mapping[str, Tensor]) -> None:  # noqa: B027
         """Raise QuantizedWeightInvalid if the tensors that are read whole contradict the others."""
 
-    def quantization_config(
-        self, exclude: Sequence[str], *, weight_only: bool = False, kv_cache: str = ""
-    ) -> dict[str, Any]:
+    def quantization_config(self, exclude: Sequence[str], *, weight_only: bool = False) -> dict[str, Any]:
         """Return config.json's `quantization_config` as ModelOpt writes it, which vLLM and SGLang read.
+
+        It states no quantized KV cache, since kconv writes no scales of one: engines would calculate with 1.0.
 
         Args:
             exclude: names or name patterns of modules that stay unquantized.
             weight_only: whether engines leave the inputs unquantized.
-            kv_cache: "fp8" for an FP8 KV cache.
         """
         numbers = dict(self.numbers)
         group = {"input_activations": None if weight_only else numbers, "weights": numbers, "targets": ["Linear"]}
@@ -220,20 +218,17 @@ class StoredFormat(ABC):
             "config_groups": {"group_0": group},
             "ignore": list(exclude),
             "quant_algo": self.weight_only_name if weight_only else self.name,
-            **({"kv_cache_scheme": KV_CACHE_SCHEME} if kv_cache == "fp8" else {}),
             "producer": PRODUCER,
             "quant_method": "modelopt",
         }
 
-    def hf_quant_config(
-        self, exclude: Sequence[str], *, weight_only: bool = False, kv_cache: str = ""
-    ) -> dict[str, Any]:
+    def hf_quant_config(self, exclude: Sequence[str], *, weight_only: bool = False) -> dict[str, Any]:
         """Return hf_quant_config.json, which TensorRT-LLM reads; options as for `quantization_config`."""
         return {
             "producer": PRODUCER,
             "quantization": {
                 "quant_algo": self.weight_only_name if weight_only else self.name,
-                "kv_cache_quant_algo": "FP8" if kv_cache == "fp8" else None,
+                "kv_cache_quant_algo": None,
                 **({"group_size": self.group} if self.group > 1 else {}),
                 "exclude_modules": list(exclude),
             },

@@ -128,7 +128,7 @@ class Quantized(Result):
                 f"{self.out}: {len(plan.modules):,} modules in NVFP4 ({plan.recipe.name}), "
                 f"{plan.bytes_in / 1e9:.3f} GB -> {plan.bytes_out / 1e9:.3f} GB in {self._files} files"
             )
-            yield f"input_scale: {plan.scales}; KV cache: {plan.recipe.kv_cache}"
+            yield f"input_scale: {plan.scales}"
             yield next_command("validate", self.out, "--source", plan.source.source)
 
     @property
@@ -177,7 +177,7 @@ class QuantizationPlanned(Result):
         parts.append(("all", "", "", plan.bytes_in, plan.bytes_out))
         sized = [(*what, f"{before / 1e9:.3f} GB", f"{after / 1e9:.3f} GB") for *what, before, after in parts]
         yield Table(("part", "becomes", "modules", "before", "after"), sized)
-        yield Line(f"input_scale: {plan.scales}; KV cache: {plan.recipe.kv_cache}")
+        yield Line(f"input_scale: {plan.scales}")
         weights = "ModelOpt's" if self.processes is None else len(plan.units)
         yield Line(f"files: {weights}, and {len(copied_files(plan.source.folder))} copied")
         enough = () if free >= needed else (" ", Styled("NOT enough", "red"))
@@ -225,7 +225,6 @@ class Quantize(Prompted):
         None, "A file of kconv calibrate, or data-free: 1.0 everywhere.",
         kind="file", metavar="FILE|data-free", words=(DATA_FREE,),
     )  # fmt: skip
-    kv_cache: Literal["fp8", "none"] | None = option(None, "The KV cache that the config states.")
     jobs: Count | None = option(None, "Processes, about 1 GiB each; by default one per core.", metavar="N")
     backend: Literal["stream", "modelopt"] = option(
         "stream",
@@ -291,7 +290,7 @@ class Quantize(Prompted):
     def _recipe(self, context: Context) -> Recipe:
         from ..quantize.recipe import load_recipe
 
-        recipe = load_recipe(str(context.path(self.recipe)), kv_cache=self.kv_cache)
+        recipe = load_recipe(str(context.path(self.recipe)))
         scaled, named = {"stream": (self.input_scale, "--input-scale"), "modelopt": (self.prompts, "--prompts")}[
             self.backend
         ]

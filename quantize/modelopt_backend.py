@@ -48,7 +48,7 @@ def plan_in_memory(
 ) -> QuantizePlan:
     """Decide what becomes of each tensor; ModelOpt chooses the files.
 
-    An FP8 KV cache is stated without scales, as in the streaming backend. Without prompts activations stay unquantized.
+    Without prompts activations stay unquantized.
     """
     if config.prefix:
         raise RecipeInvalid(

@@ -75,7 +75,7 @@ def quantized_config(plan: QuantizePlan) -> tuple[dict[str, Any], dict[str, Any]
     if isinstance(text, dict) and text.get("model_type") in TEXT_MODEL_TYPES:
         text["model_type"] = TEXT_MODEL_TYPES[text["model_type"]]
     excludes = exclude_modules(plan.linear, {module.name for module in plan.modules}, plan.mtp)
-    said = {"weight_only": plan.recipe.weight_only, "kv_cache": plan.recipe.kv_cache, "exclude": excludes}
+    said = {"weight_only": plan.recipe.weight_only, "exclude": excludes}
     config[CONFIG_KEY] = NVFP4.quantization_config(**said)
     return config, NVFP4.hf_quant_config(**said)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal
 
 from pydantic import Field
 
@@ -18,7 +17,6 @@ from ..checkpoint.schema import MAX_YAML, check_values, parse_yaml, read_bounded
 from ..errors import RecipeInvalid
 from ..strict import StrictModel
 
-KvCache = Literal["fp8", "none"]
 # No engine reads these in four bits.
 NEVER = ("model.embed_tokens", "lm_head", "model.layers.*.mlp.gate", "*.eh_proj", "*.shared_head.head", "mtp.fc")
 
@@ -32,7 +30,6 @@ class Recipe(StrictModel):
         quantize: patterns of the modules that become NVFP4.
         keep: patterns of modules that stay unquantized although `quantize` matches them.
         weight_only: whether activations stay bf16 (W4A16), and no module has an input_scale.
-        kv_cache: the format of the engine's KV cache.
     """
 
     name: str = Field(min_length=1)
@@ -40,7 +37,6 @@ class Recipe(StrictModel):
     quantize: tuple[str, ...] = Field(min_length=1)
     keep: tuple[str, ...] = ()
     weight_only: bool = False
-    kv_cache: KvCache = "none"
 
     def takes(self, module: str, *, below: str = "") -> bool:
         """Return whether a module becomes NVFP4, by its name in the text model; `below` is its MTP layer, if any."""
@@ -56,17 +52,12 @@ def builtin_recipes() -> dict[str, str]:
     }
 
 
-def load_recipe(name: str, *, kv_cache: KvCache | None = None) -> Recipe:
-    """Read a recipe by its name in the package, or from a YAML file, with another format of the KV cache if given.
+def load_recipe(name: str) -> Recipe:
+    """Read a recipe by its name in the package, or from a YAML file.
 
     Raises:
         RecipeInvalid: there is none, or a key does not exist or has an invalid value.
     """
-    recipe = _read_recipe(name)
-    return recipe.model_copy(update={"kv_cache": kv_cache}) if kv_cache else recipe
-
-
-def _read_recipe(name: str) -> Recipe:
     known = builtin_recipes()
     if name in known:
         return parse_recipe(known[name], where=name)

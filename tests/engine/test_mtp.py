@@ -61,7 +61,7 @@ def served(engine_python, tiny_target, tmp_path_factory) -> Served:
     (root / "own.yaml").write_text(f"{builtin_recipes()['nvfp4']}\n".replace("quantize:", f"quantize:\n  - {MTP}.*"))
     folders = {"float32": plain, "source": source}
     for name, recipe in (("nvfp4", "nvfp4"), (BY_NAME, str(root / "own.yaml"))):
-        words = ["--recipe", recipe, "--kv-cache", "none", "--input-scale", "data-free"]
+        words = ["--recipe", recipe, "--input-scale", "data-free"]
         done = CliRunner().invoke(main, ["quantize", str(source), str(root / f"{name}-packed"), *words])
         assert done.exit_code == 0, done.output
         folders[name] = with_plain_experts(root / f"{name}-packed", root / name)

@@ -38,7 +38,7 @@ def source(tiny_target, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def quantized(source, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("out") / "nvfp4"
-    words = ["quantize", source, out, "--recipe", "nvfp4", "--kv-cache", "none", "--input-scale", "data-free"]
+    words = ["quantize", source, out, "--recipe", "nvfp4", "--input-scale", "data-free"]
     done = CliRunner().invoke(main, [str(word) for word in words])
     assert done.exit_code == 0, done.output
     return out

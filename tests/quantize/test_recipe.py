@@ -53,7 +53,7 @@ WRONG = {
     "an unknown key": ("name: x\nquantise: [a]\nquantize: [b]\n", "wrong: quantise"),
     "no patterns": ("name: x\nquantize: []\n", "wrong at quantize"),
     "no name": ("quantize: [a]\n", "wrong: the key name is missing"),
-    "another cache": ("name: x\nquantize: [a]\nkv_cache: int4\n", "wrong at kv_cache"),
+    "a KV cache": ("name: x\nquantize: [a]\nkv_cache: fp8\n", "kv_cache is not a known key"),
     "a list": ("- name: x\n", "wrong at its top"),
     "no YAML": ("name: [x\n", "not valid YAML: line 2"),
 }

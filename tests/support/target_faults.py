@@ -204,7 +204,7 @@ def exclude_mtp_by(*parts: str) -> Change:
 
 
 K_SCALE, V_SCALE = f"{ATTENTION}.k_proj.k_scale", f"{ATTENTION}.v_proj.v_scale"
-NO_KV = both(block(kv_cache_scheme=None), side_block(kv_cache_quant_algo=None))
+FP8_KV = both(block(kv_cache_scheme={"num_bits": 8, "type": "float"}), side_block(kv_cache_quant_algo="FP8"))
 FAULTS = (
     TargetFault("every input_scale lost", "K401", no_input_scales),
     TargetFault("one input_scale lost", "K401", drop(f"{UP}.input_scale")),
@@ -237,10 +237,10 @@ FAULTS = (
     TargetFault("groups of 32 in the side file", "K423", side_block(group_size=32)),
     TargetFault("the algorithm in one file only", "K424", side_block(quant_algo="W4A16_NVFP4")),
     TargetFault("an exclude in one file only", "K424", side_block(exclude_modules=["lm_head"])),
-    TargetFault("the KV cache's format in one file only", "K424", side_block(kv_cache_quant_algo=None)),
+    TargetFault("the KV cache's format in one file only", "K424", side_block(kv_cache_quant_algo="FP8")),
     TargetFault("hf_quant_config.json deleted", "K425", lambda config, tensors, side: side.clear()),
     TargetFault("a KV cache in four bits", "K426", block(kv_cache_scheme={"num_bits": 4, "type": "float"})),
-    TargetFault("scales of a KV cache that nothing speaks of", "K427", both(kv_scale(K_SCALE, V_SCALE), NO_KV)),
+    TargetFault("scales of a KV cache that nothing speaks of", "K427", kv_scale(K_SCALE, V_SCALE)),
     TargetFault("six layers counted, and seven there", "K428", layers(6)),
     TargetFault("eight layers counted, and seven there", "K428", layers(8), wrapped=True),
     TargetFault("layers not counted", "K428", layers(None)),

@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 from support.heads import linear_modules
 from support.mtp_targets import write_with_mtp
 from support.quantized_targets import make_form
-from support.target_faults import FAULTS, K_SCALE, V_SCALE, block, both, excludes, kv_scale, side_block, write_changed
+from support.target_faults import (
+    FAULTS,
+    FP8_KV,
+    K_SCALE,
+    V_SCALE,
+    block,
+    both,
+    excludes,
+    kv_scale,
+    write_changed,
+)
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.source import Folder
@@ -90,8 +100,8 @@ def same_inside(config, tensors, side):
 
 VARIANTS = {
     "excludes as published": (published, False, set()),
-    "scales of an FP8 KV cache": (kv_scale(K_SCALE, V_SCALE), False, set()),
-    "no KV cache": (both(block(kv_cache_scheme=None), side_block(kv_cache_quant_algo=None)), False, set()),
+    "scales of an FP8 KV cache": (both(kv_scale(K_SCALE, V_SCALE), FP8_KV), False, set()),
+    "an FP8 KV cache without scales, as ModelOpt's fp8_cast": (FP8_KV, False, set()),
     "another producer's version": (block(producer={"name": "modelopt", "version": "0.41.0"}), False, set()),
     "no config_groups": (block(config_groups={}), False, set()),
     "the side file alone": (inner_block, False, set()),
