@@ -102,9 +102,9 @@ def _applies(report: Report, title: str, of_target: bool) -> bool:
 
 
 def _cell(findings: Sequence[Finding], blind: bool) -> Cell:
-    for severity in SEVERITIES[:-1]:
-        if count := sum(finding.severity == severity for finding in findings):
-            return Cell(counted(count, severity), severity)
+    counts = {severity: sum(finding.severity == severity for finding in findings) for severity in SEVERITIES[:-1]}
+    if said := [counted(count, severity) for severity, count in counts.items() if count]:
+        return Cell(", ".join(said), next(severity for severity, count in counts.items() if count))
     return Cell("not checked", "none") if blind else Cell("passed", "good")
 
 

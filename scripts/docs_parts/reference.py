@@ -39,7 +39,7 @@ from kconv.quantize.recipe import Recipe, builtin_recipes
 from kconv.train.drafter_recipe import DrafterRecipe
 from kconv.train.recipe import RECIPES
 from kconv.validate.rules.subject import ENGINES
-from kconv.validate.rules.table import HEAD_RULES, TARGET_RULES, all_rules
+from kconv.validate.rules.table import SUBJECTS, all_rules
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 README = DOCS.parent / "README.md"
@@ -133,18 +133,19 @@ def _wrapped(option: str) -> str:
     return textwrap.fill(option, 110, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
 
 
+# Rules of what heads most often lose between trainer and engine.
+FIRST = ("K006", "K140", "K143", "K101", "K104", "K108", "K159", "K178", "K204", "K215")
+
+
 def rules() -> Iterator[str]:
     every = all_rules()
     read = ", ".join(f"{one.title} {one.release}" for one in engines() if one.release)
     yield f"{len(every)} rules ([how they are applied](../validate.md)). In brackets: a warning or note, if no error,"
     yield f"and the engines, if not all: {read}. Links lead to code or a thread that shows the fault."
     yield "`kconv validate --explain RULE` prints what follows from it, and its fix."
-    of_heads, of_targets = {rule.id for rule in HEAD_RULES}, {rule.id for rule in TARGET_RULES}
-    groups = {
-        "Of a head": of_heads,
-        "Of a target": of_targets,
-        "Of a report": every.keys() - of_heads - of_targets,
-    }
+    yield from ("", "Ten to know first:", "")
+    yield from (f"- [{one} {every[one].name}](#{one.lower()}-{every[one].name})" for one in FIRST)
+    groups = {title: {rule.id for rule in own} for title, own in SUBJECTS.items()}
     for title, ids in groups.items():
         yield from ("", f"## {title}")
         for rule in every.values():

@@ -83,6 +83,9 @@ def test_the_matrix_says_of_each_subject_what_it_came_to_for_each_engine():
     assert rows["Captured layers"] == ["1 error", "passed", "passed"]
     assert rows["Values of the weights"] == ["1 warning"] * 3
     assert rows["RoPE"] == ["passed"] * 3
+    both = (*FINDINGS, finding("K143", "warning"))
+    beside = {row[0]: row[1:] for row in Page(to_html(judged(findings=both))).rows}
+    assert beside["Captured layers"] == ["1 error, 1 warning", "1 warning", "1 warning"]
     # No source was given, and it is no target.
     assert OF_COMPARISON not in rows and "NVFP4 tensors" not in rows
     noted = (*FINDINGS, finding("K315", "note"))
