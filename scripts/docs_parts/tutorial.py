@@ -25,6 +25,8 @@ FENCE, PROMPT = "```", "$ "
 MEASURED = re.compile(r"[-+]?\d[\d,]*(?:\.\d+(?:e[-+]?\d+)?|e[-+]?\d+|(?= ?%))")
 # Which tensor is rounded worst follows from training too.
 WORST = re.compile(r"\(model\.layers\.\d+\.\S+\.weight\)")
+# The standard error of a few texts is an estimate too: on another machine it may be twice as large.
+ERROR, SPREAD = re.compile(r"(?<=± )[\d.]+"), 0.7
 # Rounding errors are of an order of magnitude, and no more than that.
 NOISE, NEAR = 1e-3, 0.3
 
@@ -94,7 +96,11 @@ def differences(old: list[str], new: list[str]) -> list[str]:
 
 def agree(old: str, new: str) -> bool:
     """Say whether two lines are equal, but for how exactly measured numbers are."""
-    return words(old) == words(new) and all(map(near, MEASURED.findall(old), MEASURED.findall(new)))
+    figures = (MEASURED.findall(ERROR.sub("", line)) for line in (old, new))
+    errors = (ERROR.findall(line) for line in (old, new))
+    if words(old) != words(new):
+        return False
+    return all(map(near, *figures)) and all(near(a, b, SPREAD) for a, b in zip(*errors, strict=True))
 
 
 def words(line: str) -> list[str]:
@@ -102,12 +108,12 @@ def words(line: str) -> list[str]:
     return re.sub(r"─+|━+", "-", MEASURED.sub("#", WORST.sub("#", line))).split()
 
 
-def near(old: str, new: str) -> bool:
+def near(old: str, new: str, apart: float = NEAR) -> bool:
     a, b = (float(number.strip("%").replace(",", "")) for number in (old, new))
     # A standard error of 0.002 may be 0.003 elsewhere: its last digit is rounded.
     if "e" not in old + new and abs(a - b) < 1.5 * 10.0 ** -len(new.partition(".")[2]) and "." in old and "." in new:
         return True
-    return abs(a - b) <= NEAR * max(abs(a), abs(b)) or max(abs(a), abs(b)) < NOISE
+    return abs(a - b) <= apart * max(abs(a), abs(b)) or max(abs(a), abs(b)) < NOISE
 
 
 if __name__ == "__main__":
