@@ -43,6 +43,10 @@ SETTINGS = {
     "dtype": "F32",
     "compute": None,
 }
+BLOCK = {
+    **{name: value for name, value in SETTINGS.items() if name != "rope"},
+    "mask": 511, "block": 4, "anchors": 4, "captured": [1, 3, 5], "steps": 8, "warmup": 1,
+}  # fmt: skip
 # Of each step, what it leaves before it is done.
 STAGES: dict[str, Callable[[Path], bool]] = {
     "dialogues": lambda root: len(lines(root / "dialogues" / "dialogues.jsonl")) > 2,
@@ -170,6 +174,11 @@ class Trainers:
         return [one for one in psutil.Process(self.process.pid).children() if "train" in one.cmdline()]
 
 
+def recipe_words(name: str, settings: dict[str, object]) -> list[object]:
+    """Return a recipe and its settings as options of `kconv train`."""
+    return ["--recipe", name] + [w for key, value in settings.items() for w in ("--set", f"{key}={json.dumps(value)}")]
+
+
 def left(folder: Path, before: set[Path]) -> set[Path]:
     """Return what is new in a folder when those who sweep it have ended."""
     end = time.monotonic() + 3 * LATE_SECONDS
@@ -189,10 +198,9 @@ def test_two_processes_beside_the_server_end_with_the_weights_of_stored_states(s
     asked = {"url": server.url, "shared": server.shared, "dtype": "F32", "seq": SETTINGS["seq"]}
     kconv.states(target, stored, data=data, captured=(1, 3, 5), **asked)
     assert left(server.shared, before) == set()
-    settings = SETTINGS | {"captured": [1, 3, 5]}
-    common = ["--recipe", "eagle3-gqa", "--save-every", 4, "--eval-every", 16]
-    common += [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
-    served = ["--data", data, "--url", server.url, "--shared", server.shared, *common]
+    common = ["--save-every", 4, "--eval-every", 16, *recipe_words("eagle3-gqa", SETTINGS | {"captured": [1, 3, 5]})]
+    from_server = ["--data", data, "--url", server.url, "--shared", server.shared]
+    served = [*from_server, *common]
     Trainers([target, tmp_path / "stored", "--states", stored, *common], tmp_path / "stored.log").wait()
     wanted = (tmp_path / "stored" / "model.safetensors").read_bytes()
 
@@ -208,6 +216,13 @@ def test_two_processes_beside_the_server_end_with_the_weights_of_stored_states(s
     assert left(server.shared, before) == set()
     told = json.loads((tmp_path / "streamed" / "kconv.json").read_text())["training"]["data"]
     assert told["streamed"] and told["sequences"] == 48
+
+    # A block drafter too.
+    blocks = {"block-stored": ["--states", stored], "block-streamed": from_server}
+    for name, source in blocks.items():
+        Trainers([target, tmp_path / name, *source, *recipe_words("dflash", BLOCK)], tmp_path / f"{name}.log").wait()
+    one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in blocks)
+    assert one == other and left(server.shared, before) == set()
 
     # The server dies: both end, and say so.
     trainers = Trainers([target, tmp_path / "orphaned", *served], tmp_path / "orphaned.log")
