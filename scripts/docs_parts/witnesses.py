@@ -30,13 +30,13 @@ SWEEP, SWEPT = ROOT / "docs" / "sweep.json", 12  # prompts
 README, ENGINES = ROOT / "README.md", ROOT / "docs" / "engines"
 BEGIN, END = "<!-- {}: begin -->", "<!-- {}: end -->"
 TITLES = {"vllm": "vLLM", "sglang": "SGLang"}
-# Those that the engines' pages show, and first those of README.
+# Those that the engines' pages show, and first those of README, the worst first.
 SHORT = (
-    "fc.weight lost",
     "kv_b_proj lost",
+    "max_position_embeddings below the text's length",
+    "fc.weight lost",
     "a different rope_theta, GQA",
     "each captured layer listed one too early, GQA",
-    "max_position_embeddings below the text's length",
     "up_proj lost",
     "no captured layers listed",
 )
@@ -382,7 +382,7 @@ def shortest(rows: list[dict]) -> list[str]:
 
     lines = []
     right = {(row["engine"], row["head"]): row for row in rows}
-    for fault in [fault for fault in SILENT if fault.name in IN_README]:
+    for fault in sorted((one for one in SILENT if one.name in IN_README), key=lambda one: IN_README.index(one.name)):
         served = {engine: right.get((engine, fault.name)) for engine in TITLES}
         good = [right[engine, f"{fault.kind} {engine}"] for engine, row in served.items() if row]
         whole = " or ".join(dict.fromkeys(f"{length(row):.2f}" for row in good))
