@@ -110,6 +110,8 @@ class Command(click.Command):
             left = super().parse_args(ctx, args)
         except click.MissingParameter as error:
             said = self.about.get(getattr(error.param, "name", ""), "") or getattr(error.param, "help", "")
+            if isinstance(error.param and error.param.type, click.Choice):
+                said = said.removesuffix(".")  # click goes on with a full stop and the choices
             raise click.MissingParameter(said, error.ctx, error.param) from error
         except click.NoSuchOption as error:
             meant = OTHER_OPTIONS.get(error.option_name)

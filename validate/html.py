@@ -9,6 +9,7 @@ from functools import cache
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
+from ..engines.registry import layouts
 from ..escape import terminal
 from ..measure.figures import AcceptanceFigures
 from .numbers import EXACT, details, is_exact, plain, summary, verdict_line, verdict_words
@@ -94,11 +95,13 @@ def _matrix(report: Report, judged: Sequence[Verdict]) -> Iterator[tuple[str, li
 
 
 def _applies(report: Report, title: str, of_target: bool) -> bool:
-    from .rules.table import OF_COMPARISON, OF_TARGET
+    from .rules.table import OF_COMPARISON, OF_TARGET, SUBJECTS
 
     if title == OF_COMPARISON:
         return report.figures.identical is not None
-    return (title in OF_TARGET) == of_target
+    family = next((one.drafter.name for one in layouts() if one.name == report.provenance.get("layout")), "")
+    of_family = any(not rule.drafters or family in rule.drafters for rule in SUBJECTS[title])
+    return of_family and (title in OF_TARGET) == of_target
 
 
 def _cell(findings: Sequence[Finding], blind: bool) -> Cell:

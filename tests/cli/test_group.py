@@ -239,3 +239,8 @@ def test_another_fault_of_the_system_is_not_taken_for_a_full_disk(monkeypatch):
 
     monkeypatch.setattr(COMMANDS["completion"], "callback", fail)
     assert isinstance(say("completion", "bash").exception, OSError)
+
+
+def test_a_missing_choice_is_said_in_two_sentences():
+    done = CliRunner().invoke(main, ["quantize-head", "a", "b", "--target", "t", "--states", "s"])
+    assert done.exit_code == 2 and "Number format of the linear layers. Choose from:" in done.stderr

@@ -92,6 +92,12 @@ def test_the_matrix_says_of_each_subject_what_it_came_to_for_each_engine():
     assert OF_COMPARISON not in {row[0] for row in Page(to_html(judged(findings=noted))).rows}
 
 
+@pytest.mark.parametrize(("layout", "shown"), [("vllm", False), ("dflash-vllm", True), ("nobody's", False)])
+def test_rules_of_another_family_are_not_said_to_have_passed(layout, shown):
+    rows = {row[0]: row[1:] for row in Page(to_html(judged(findings=(), provenance=ASKED | {"layout": layout}))).rows}
+    assert ("DFlash drafter" in rows) is shown and rows["RoPE"] == ["passed"] * 3
+
+
 def test_what_was_not_read_is_not_said_to_have_passed():
     headers = {row[0]: row[1:] for row in Page(to_html(judged(findings=(), weights={}))).rows}
     assert headers["Values of the weights"] == ["not checked"] * 3 and headers["RoPE"] == ["passed"] * 3
