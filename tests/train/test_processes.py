@@ -136,8 +136,8 @@ def shared(tiny_target, tmp_path_factory) -> Path:
 def test_a_head_that_is_spread_over_processes_is_the_one_that_is_copied_to_each(shared, one, other):
     (before, left), (_, right) = figures(shared / one), figures(shared / other)
     assert left["loss"] < before["loss"] - (0.1 if "dspark" in one else 0.5)
-    # Not the weights: sums are in another order, and Muon gives such a difference its full step. How much bfloat16 rounds
-    # of it depends on the CPU: 6e-4 on one that multiplies in bfloat16 itself.
+    # Not the weights: sums are in another order, and Muon gives such a difference its full step. What bfloat16 makes of
+    # it depends on the CPU: 6e-4 on one that multiplies in bfloat16 itself.
     assert right["loss"] == pytest.approx(left["loss"], rel=2e-3 if "bf16" in one else 5e-4)
     assert right["acceptance"] == pytest.approx(left["acceptance"], abs=1e-3)
 
