@@ -53,6 +53,10 @@ PUT_TOGETHER: dict[str, Iterable[tuple[str, str]]] = {
     "cards/license_checks.py": [("search", f"(?i){one}") for one in license_checks.ENDORSED],
     "cards/licenses.py": [("search", mark) for license_ in licenses._ALL for mark in license_.marks],
     "cards/publish/secrets.py": [],  # see `test_a_secret_is_looked_for_in_linear_time`
+    "cards/quickstart.py": [
+        ("findall", re.escape("vllm serve ") + r"([^\s'\"\\]+)"),
+        ("findall", re.escape("--model ") + r"\S+" + re.escape(" --head ") + r"([^\s'\"\\]+)"),
+    ],
     "validate/rules/target.py": [
         found
         for entries in (("*a*a*b",), ("model.layers.*", "re:.*mlp.*"), ("lm_head", "*.mlp.gate"))
