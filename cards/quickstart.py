@@ -55,11 +55,16 @@ def served_names(evidence: Evidence, card: str) -> set[str]:
         for mark in MARKS:
             before, marked, _ = line.strip().partition(mark)
             if marked and before:
-                pattern = re.escape(before) + r"([^\s'\"\\]+)"
-                for other in MARKS:
-                    pattern = pattern.replace(re.escape(other), r"\S+")
-                found |= set(re.findall(pattern, card))
+                found |= set(re.findall(name_after(before), card))
     return found
+
+
+def name_after(before: str) -> str:
+    """Return the pattern of the name that a serve line has behind its beginning, in which marks are other names."""
+    pattern = re.escape(before) + r"([^\s'\"\\]+)"
+    for other in MARKS:
+        pattern = pattern.replace(re.escape(other), r"\S+")
+    return pattern
 
 
 def _start(name: str, title: str, launch: Launch, evidence: Evidence) -> Start:

@@ -6,6 +6,7 @@ All other code iterates over `registry.engines()`. Another package adds an engin
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -216,7 +217,7 @@ def _flat(words: Iterable[Word]) -> Iterator[str]:
     """
     for option, value in pairwise([*words, ""]):
         if isinstance(value, Mapping):
-            spelled = {key: "true" if one is True else str(one) for key, one in value.items()}
+            spelled = {key: json.dumps(one) if isinstance(one, bool) else str(one) for key, one in value.items()}
             yield from chain.from_iterable((f"{option}.{key}", one) for key, one in spelled.items())
         elif isinstance(option, str):
             yield option

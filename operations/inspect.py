@@ -60,9 +60,12 @@ class Inspected(Result):
         return sum(prod(i.shape) for i in self.reading.checkpoint.tensors.values() if i.dtype not in INTEGERS)
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything as plain values; `spec` and `captured` are null if a problem leaves them open."""
+        """Return everything as plain values; `spec`, and a field of it, are null if a problem leaves them open."""
         reading, spec = self.reading, self.reading.spec
-        known = {"captured": reading.captured.ids if reading.captured else None}
+        keys = spec.drafter.keys_of(spec) if spec else ()
+        opened = {key.field for one in reading.undecided for key in keys if one.fact in key.names}
+        known: dict[str, Any] = dict.fromkeys(opened & vars(spec).keys() if spec else ())
+        known["captured"] = reading.captured.ids if reading.captured else None
         return {
             "source": reading.checkpoint.source,
             "kind": self.kind,

@@ -186,7 +186,7 @@ def _choose(linear: dict[str, StoredWeight], config: TargetConfig, recipe: Recip
     chosen: dict[str, StoredWeight] = {}
     for name, weight in linear.items():
         inner, root = name.removeprefix(config.prefix), mtp_root(name, config.layers).removeprefix(config.prefix)
-        # In four bits an MTP layer's drafts are accepted less often, and SGLang reads it unquantized only.
+        # SGLang reads an MTP layer unquantized only.
         own = name.startswith(config.prefix) and (LAYER.fullmatch(name) or root)
         if own and recipe.takes(inner, below=root):
             if root and not LAYER.fullmatch(name):

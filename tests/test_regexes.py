@@ -23,7 +23,7 @@ from support.fuzzing import LINEAR, growth
 from support.listing import PRODUCT, ROOT
 
 from kconv.bench import forged, golden
-from kconv.cards import license_checks, licenses
+from kconv.cards import license_checks, licenses, quickstart
 from kconv.cards.publish import secrets
 from kconv.engines.registry import engines
 from kconv.validate.rules import target
@@ -54,8 +54,8 @@ PUT_TOGETHER: dict[str, Iterable[tuple[str, str]]] = {
     "cards/licenses.py": [("search", mark) for license_ in licenses._ALL for mark in license_.marks],
     "cards/publish/secrets.py": [],  # see `test_a_secret_is_looked_for_in_linear_time`
     "cards/quickstart.py": [
-        ("findall", re.escape("vllm serve ") + r"([^\s'\"\\]+)"),
-        ("findall", re.escape("--model ") + r"\S+" + re.escape(" --head ") + r"([^\s'\"\\]+)"),
+        ("findall", quickstart.name_after(before))
+        for before in ("vllm serve ", f'vllm serve {quickstart.MARKS[1]} --speculative-config \'{{"model": "')
     ],
     "validate/rules/target.py": [
         found

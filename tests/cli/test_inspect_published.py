@@ -57,6 +57,8 @@ def test_what_a_head_leaves_open_stands_there_with_what_would_decide_it(form, tm
     assert found["convertible"] is (not form.leaves_open and not form.refused)
     if "captured" in form.leaves_open and found["spec"]:
         assert found["spec"]["captured"] is None
+    if "mask_token_id" in form.leaves_open and found["spec"]:
+        assert found["spec"]["mask"] is None
     assert form.refused in " ".join(problem["what"] for problem in found["problems"])
     # Kimi's own layers are no other target's: no ids that do not follow from the head's own list.
     assert "1,29,57" not in shown

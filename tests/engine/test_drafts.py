@@ -266,7 +266,7 @@ def test_vllm_drafts_what_kconv_drafts(recorded, folders, random_target, target,
     assert wrong == 0
     # The comparison can tell: what is fed other layers drafts something else. The later places of a P-EAGLE head read
     # the states by attention alone.
-    assert astray > (0.5 if case.spec.mask is None else 0.4) * drafted
+    assert astray > (0.5 if case.spec.mask is None else 0.45) * drafted
 
 
 @each_case

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from support.heads import MODELOPT_LLAMA, cut, random_slots, write_head
+from support.heads import MODELOPT_LLAMA, cut, random_slots, read_bytes, write_head
 from support.published import EMBED, GQA, GQA_PARTS, LLAMA, LM_HEAD, OUTSIDE, fill, layer, maps, without, write
 
 from kconv.checkpoint.folder import open_checkpoint
@@ -130,3 +130,19 @@ def test_it_is_written_as_speculators_0_9_has_it_and_read_back(tmp_path, kind):
         plan(read_head(open_checkpoint(source)), BY_NAME["speculators"])
     again = read_head(written)
     assert again.layout.name == "speculators" and again.spec == spec
+
+
+def test_a_p_eagle_head_is_written_as_its_own_class_and_comes_back_byte_for_byte(tmp_path):
+    spec = replace(GQA, captured=(1, 7, 23), mask=5, layers=2)
+    source = write_head(tmp_path / "head", BY_NAME["vllm"], spec, random_slots(spec))
+    target = SharedTensors("org/target", {}, layers=32, model_type="llama", architecture="SomeForCausalLM")
+    execute(plan(read_head(open_checkpoint(source)), BY_NAME["speculators"], WriteOptions(target)), tmp_path / "there")
+    config = open_checkpoint(tmp_path / "there").config
+    # https://github.com/vllm-project/speculators/blob/v0.9.0/src/speculators/models/peagle/config.py
+    assert (config["speculators_model_type"], config["architectures"]) == ("peagle", ["PEagleSpeculator"])
+    assert (config["mask_token_id"], config["speculators_config"]["algorithm"]) == (5, "peagle")
+    assert "mask_token_id" not in config["transformer_layer_config"]
+    there = read_head(open_checkpoint(tmp_path / "there"))
+    assert there.layout.name == "speculators" and there.spec == spec
+    execute(plan(there, BY_NAME["vllm"]), tmp_path / "back")
+    assert read_bytes(tmp_path / "back") == read_bytes(source)

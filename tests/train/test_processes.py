@@ -138,7 +138,7 @@ def test_a_head_that_is_spread_over_processes_is_the_one_that_is_copied_to_each(
     assert left["loss"] < before["loss"] - (0.1 if "dspark" in one else 0.5)
     # Not the weights: sums are in another order, and Muon gives such a difference its full step. What bfloat16 makes of
     # it depends on the CPU: 6e-4 on one that multiplies in bfloat16 itself.
-    assert right["loss"] == pytest.approx(left["loss"], rel=2e-3 if "bf16" in one else 5e-4)
+    assert right["loss"] == pytest.approx(left["loss"], rel=1e-3 if "bf16" in one else 5e-4)
     assert right["acceptance"] == pytest.approx(left["acceptance"], abs=1e-3)
 
 
