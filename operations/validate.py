@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Self
 from pydantic import model_validator
 
 from ..engines import registry
-from ..errors import KconvError, ReportInvalid, RequestInvalid, StatesInvalid, TargetInvalid
+from ..errors import ComparisonUnfit, KconvError, ReportInvalid, RequestInvalid, StatesInvalid, TargetInvalid
 from ..options import Name, argument, plain_name
 from ..validate.options import PYTHON, ValidateOptions
 from .base import Context
 from .reading import Reading, check_prompts, check_python, check_target, check_trusted
 
 if TYPE_CHECKING:
+    from ..checkpoint.folder import Checkpoint
     from ..measure.held_out import HeldOut
     from ..validate.report import Report
 
@@ -99,13 +100,25 @@ class Validate(Reading, ValidateOptions):
             ComparisonUnfit: a target and a head are to be compared.
             KconvError: the source, the target, the prompts or the states cannot be read, or an engine fails.
         """
-        from ..convert.opening import open_origin
-        from ..validate.run import is_target, validate
-
         self._refuse_reports()
         self._refuse_early(context)
         request = self.located(context)
-        target, source = context.maybe(self.target), context.maybe(self.source)
+        with context.status("validating") as say:
+            report = self._check(context, request, say)
+        if self.strict:
+            report = report.model_copy(update={"provenance": report.provenance | {"strict": True}})
+        if self.out is not None:
+            _write(report, Path(self.out))
+        return report
+
+    def _check(self, context: Context, request: Self, say: Callable[[str], None]) -> Report:
+        """Check a head, or a target."""
+        from ..convert.opening import open_origin
+        from ..validate.files import is_target, open_subject, unreadable
+        from ..validate.head import validate_head
+        from ..validate.target import validate_target
+
+        head, target, source = context.source(self.head), context.maybe(self.target), context.maybe(self.source)
         layout, hints = self.layout(), self.hints(self.target_config(context))
         # The headers tell which it is, so wrong usage is reported before weights are downloaded.
         of_target = source is not None and is_target(source.open_headers())
@@ -117,26 +130,47 @@ class Validate(Reading, ValidateOptions):
         if self.measures and not of_target and target is None:
             raise RequestInvalid("measuring a head needs --target", fix="Pass the target that the head drafts for.")
         prompts = request._held_out(context, of_target=of_target)
-        quantized_from = source.open_weights() if source and of_target else None
-        head = context.source(self.head)
-        origin = open_origin(source.open_weights(), head, target) if source and not of_target else None
-        with context.status("validating") as say:
-            report = validate(
-                head,
-                request,
-                layout=layout,
-                hints=hints,
-                target=target,
-                source=origin,
-                quantized_from=quantized_from,
-                prompts=prompts,
-                say=say,
+        compared = source.open_weights() if source else None
+        origin = open_origin(compared, head, target) if compared and not of_target else None
+        try:
+            checkpoint = open_subject(head, request, say)
+        except KconvError as error:
+            return unreadable(head, request, error)
+        whole = is_target(checkpoint) and layout is None
+        self._refuse_unfit(checkpoint, whole, of_target)
+        if whole:
+            return validate_target(head, checkpoint, request, source=compared, prompts=prompts, say=say)
+        return validate_head(
+            head,
+            checkpoint,
+            request,
+            layout=layout,
+            hints=hints,
+            target=target,
+            source=origin,
+            prompts=prompts,
+            say=say,
+        )
+
+    def _refuse_unfit(self, checkpoint: Checkpoint, whole: bool, of_target: bool) -> None:
+        """Refuse comparisons that could only be skipped: the report would be clean of a comparison that nobody made.
+
+        Raises:
+            ComparisonUnfit: a target and a head are to be compared, or a target's acceptance is requested.
+        """
+        kind, other = ("target", "head") if whole else ("head", "target")
+        if self.source and of_target != whole:
+            raise ComparisonUnfit(
+                f"this is a {kind}, but --source is a {other}",
+                where=checkpoint.source,
+                fix=f"Pass the {kind} that it was made from.",
             )
-        if self.strict:
-            report = report.model_copy(update={"provenance": report.provenance | {"strict": True}})
-        if self.out is not None:
-            _write(report, Path(self.out))
-        return report
+        if whole and self.target and self.measures:
+            raise ComparisonUnfit(
+                "this is a target, but only a head has an acceptance to measure",
+                where=checkpoint.source,
+                fix="Validate the head with this as its --target. For a target's perplexity, pass --source.",
+            )
 
     def passed(self, result: Report) -> bool:
         """Return whether no engine fails, and none depends on a fact left open."""

@@ -33,8 +33,8 @@ from kconv.engines import by_name
 from kconv.tiny.recipe import cache_root
 from kconv.tiny.text import read_corpus
 from kconv.validate import readings
+from kconv.validate.head import validate_head
 from kconv.validate.options import ValidateOptions
-from kconv.validate.run import validate
 
 from .machine import KCONV
 
@@ -65,7 +65,8 @@ def judge(demo: Path, states: Path, name: str, work: Path) -> Found:
         if slots["embed_tokens"].equal(shared):
             del slots["embed_tokens"]
     folder = write_head(work / "head", by_name("vllm"), spec, slots)
-    report = validate(Folder(folder), ValidateOptions(states=str(states)), target=Folder(demo / "target"), say=str)
+    asked, target = ValidateOptions(states=str(states)), Folder(demo / "target")
+    report = validate_head(Folder(folder), open_checkpoint(folder), asked, target=target, say=str)
     rules = {finding.rule: finding for finding in report.findings if finding.rule in RULES}
     shown = sorted(rules.values(), key=lambda one: ("error", "warning", "undecided", "note").index(one.severity))
     return {

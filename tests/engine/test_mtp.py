@@ -18,6 +18,7 @@ from support.mtp_targets import count_drafts, make_with_mtp
 from support.quantized_targets import make_form, with_plain_experts
 from support.record_drafts import VLLM
 from support.target_faults import MTP, Change, drop, exclude_mtp_by, move_mtp, write_changed
+from support.validated import validate
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.source import Folder
@@ -29,7 +30,6 @@ from kconv.quantize.recipe import builtin_recipes
 from kconv.targets.tokenizer import load_tokenizer
 from kconv.tiny.text import read_corpus
 from kconv.validate.options import ValidateOptions
-from kconv.validate.run import validate
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
@@ -137,7 +137,7 @@ def test_each_way_of_losing_it_is_named_by_a_rule_and_costs_vllm_the_drafts(name
     answer, good = served.answers[name], rate(served.answers["nvfp4"])
     print(f"\n{name}: {answer['error'][-300:] if 'error' in answer else f'{rate(answer):.1%}'}")
     assert "error" in answer or rate(answer) < good / 2
-    found = validate(Folder(served.folders[name]), ValidateOptions(), say=lambda _: None).findings
+    found = validate(Folder(served.folders[name]), ValidateOptions()).findings
     assert rule in {finding.rule for finding in found}
-    good_ones = validate(Folder(served.folders["nvfp4"]), ValidateOptions(), say=lambda _: None).findings
+    good_ones = validate(Folder(served.folders["nvfp4"]), ValidateOptions()).findings
     assert rule not in {finding.rule for finding in good_ones}

@@ -184,6 +184,8 @@ def test_its_command_and_a_recipe_write_the_same_folder(heads, tmp_path):
 
 @installed
 def test_what_it_cannot_hold_is_refused_and_a_rule_of_validate(tmp_path):
+    from support.validated import validate
+
     from kconv.checkpoint.folder import open_checkpoint
     from kconv.checkpoint.source import Folder
     from kconv.convert.plan import plan
@@ -191,39 +193,40 @@ def test_what_it_cannot_hold_is_refused_and_a_rule_of_validate(tmp_path):
     from kconv.errors import LayoutCannot
     from kconv.validate.options import ValidateOptions
     from kconv.validate.rules.table import find_rule
-    from kconv.validate.run import validate
 
     spec = replace(GQA, mlp_bias=True)
     source = write_head(tmp_path / "head", registry.by_name("vllm"), spec, random_slots(spec))
     with pytest.raises(LayoutCannot, match="Otter has no biases"):
         plan(read_head(open_checkpoint(source)), registry.by_name("otter"))
-    report = validate(Folder(source), ValidateOptions(for_=("otter",)), say=lambda _: None)
+    report = validate(Folder(source), ValidateOptions(for_=("otter",)))
     assert ("OTTER1", ("otter",)) in [(finding.rule, finding.engines) for finding in report.findings]
     assert find_rule("otter-mlp-bias").engines == ("otter",)
 
 
 @installed
 def test_it_brings_a_rule_of_its_own(heads):
+    from support.validated import validate
+
     from kconv.checkpoint.source import Folder
     from kconv.validate.options import ValidateOptions
     from kconv.validate.rules.table import SUBJECTS, find_rule
-    from kconv.validate.run import validate
 
     assert find_rule("otter-river-unstated") in SUBJECTS["Config"]
     assert "otter" in find_rule("K154").engines
     for engine, said in (("otter", [("OTTER2", "State it: river.", ("otter",))]), ("vllm", [])):
-        report = validate(Folder(heads[1]), ValidateOptions(for_=(engine,)), say=lambda _: None)
+        report = validate(Folder(heads[1]), ValidateOptions(for_=(engine,)))
         own = [finding for finding in report.findings if finding.rule == "OTTER2"]
         assert [(finding.rule, finding.fix, finding.engines) for finding in own] == said
 
 
 @installed
 def test_a_head_in_its_layout_is_checked_for_it(heads):
+    from support.validated import validate
+
     from kconv.cards.publish.gate import written_for
     from kconv.checkpoint.source import Folder
-    from kconv.validate.run import validate
 
-    report = validate(Folder(heads[1]), say=lambda _: None)
+    report = validate(Folder(heads[1]))
     assert report.provenance["for"] == ["otter"]
     assert [finding for finding in report.findings if finding.severity == "error"] == []
     assert written_for("otter") == ("otter",)

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from support.good_heads import make_config, trained_slots
 from support.heads import FITTING_GQA, FITTING_MLA, read_bytes, write_head
+from support.validated import validate
 
 from kconv.cards.sections import conversion
 from kconv.checkpoint.folder import open_checkpoint
@@ -24,7 +25,6 @@ from kconv.drafters.spec import HeadSpec
 from kconv.engines import by_name
 from kconv.errors import ConfigUnsupported, KconvError, LayoutCannot, StatesInvalid
 from kconv.tiny.text import read_corpus
-from kconv.validate.run import validate
 
 SPECS = {"gqa": FITTING_GQA, "mla": FITTING_MLA}
 FORMATS = ("fp8", "nvfp4")
@@ -172,7 +172,7 @@ def test_damage_is_found(quantized, tmp_path, head, damage, rule):
     damage(tensors)
     save_file({n: t.contiguous() for n, t in tensors.items()}, out / "model.safetensors")
     original = read_head(open_checkpoint(quantized / head.split("-")[0]))
-    report = validate(Folder(out), source=Origin(original, original), say=lambda _: None)
+    report = validate(Folder(out), source=Origin(original, original))
     assert rule in {finding.rule for finding in report.findings if finding.severity == "error"}
 
 

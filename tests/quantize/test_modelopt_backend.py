@@ -6,6 +6,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
+from support.validated import validate
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import verify
@@ -16,7 +17,6 @@ from kconv.quantize.calibration import CalibrationPrompts
 from kconv.quantize.modelopt_backend import plan_in_memory, quantize_in_memory
 from kconv.quantize.recipe import load_recipe, parse_recipe
 from kconv.targets.config import parse_target_config
-from kconv.validate.run import validate
 
 TEXTS = ("Return the sum of two numbers, of whatever type.", "A list of names and their places.", "def f(x): return x")
 PROMPTS = CalibrationPrompts(sha256="0" * 64, count=4, tokens=160)
@@ -86,7 +86,7 @@ def test_both_roads_make_the_same_bits(form, recipe, forms, kconv, tmp_path):
     assert made.spec["input_scale"].startswith("calibrated by ModelOpt on 3 prompts")
     assert {file.name for file in (tmp_path / "modelopt").iterdir()} == {f.name for f in made.files} | {"kconv.json"}
     assert (printed["modules"], printed["files"]) == (made.spec["quantized_modules"], 1)
-    assert [f.rule for f in validate(Folder(tmp_path / "modelopt"), say=lambda _: None).findings] == []
+    assert [f.rule for f in validate(Folder(tmp_path / "modelopt")).findings] == []
 
 
 @pytest.mark.slow

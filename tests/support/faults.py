@@ -18,7 +18,6 @@ from kconv.drafters.spec import HeadSpec, Norms, Rope, Yarn
 from kconv.validate.options import ValidateOptions
 from kconv.validate.report import Report
 from kconv.validate.rules.subject import ENGINES
-from kconv.validate.run import validate
 
 from .block_drafters import DFLASH, DSPARK
 from .changes import (
@@ -54,6 +53,7 @@ from .changes import (
 )
 from .good_heads import LATENT_QUANTIZABLE, QUANTIZABLE, SGLANG, TRTLLM, VLLM, VLLM_V1, VLLM_V2, Good, trained_slots
 from .heads import GQA, MLA, PORTABLE, QK, TARGET, YARN
+from .validated import validate
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Fault:
         if self.target or self.lent:
             target = write_target(folder.with_name("target"), self.target or TARGET, self.lent, self.base.spec)
         options = ValidateOptions(for_=self.engines or self.base.engines)
-        return validate(Folder(folder), options, hints=self.told, target=target, say=lambda _: None)
+        return validate(Folder(folder), options, hints=self.told, target=target)
 
     def write(self, folder: Path) -> Path:
         """Write the head with its fault into a folder."""

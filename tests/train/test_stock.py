@@ -12,6 +12,7 @@ import modelopt.torch.speculative as mtsp
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.validated import validate
 from torch import Tensor
 from transformers import get_scheduler
 
@@ -31,7 +32,6 @@ from kconv.train.module import draft_logits, eagle_settings, offline_inputs
 from kconv.train.recipe import TEST_GQA, TEST_MLA, EagleRecipe
 from kconv.train.run import train, train_head
 from kconv.validate.options import ValidateOptions
-from kconv.validate.run import validate
 
 STEPS = 8
 PLAIN = {"optimizer": "adamw", "lr": 0.01, "rest_lr": 0.01, "schedule": "constant_with_warmup", "warmup": 0}
@@ -116,5 +116,5 @@ def test_validate_says_of_a_stock_head_that_no_engine_computes_it_as_it_was_trai
     folder = train(make_job(recipe), tmp_path / "head")
     kconv.convert(str(folder), str(tmp_path / "served"), to="vllm")
     for head in (folder, tmp_path / "served"):
-        found = validate(Folder(head), ValidateOptions(for_=("vllm",)), say=lambda _: None).findings
+        found = validate(Folder(head), ValidateOptions(for_=("vllm",))).findings
         assert [one.rule for one in found if one.rule == "K210"] == ["K210"] * (layer == "stock")

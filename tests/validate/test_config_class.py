@@ -13,6 +13,7 @@ from support.changes import Change, put, to_inner
 from support.faults import GQA_VLLM, MLA_VLLM, SPECULATORS, Fault
 from support.good_heads import SGLANG, TRTLLM, VLLM, Good
 from support.heads import MLA
+from support.validated import validate
 
 import kconv
 from kconv.checkpoint.manifest import Hints
@@ -22,7 +23,6 @@ from kconv.validate.options import ValidateOptions
 from kconv.validate.report import Finding
 from kconv.validate.rules.config import DEFAULT_HEADS, DTYPES
 from kconv.validate.rules.subject import ENGINES
-from kconv.validate.run import validate
 
 
 def check(rule: str, base: Good, change: Change, folder: Path, engines: tuple[str, ...] = ENGINES) -> list[Finding]:

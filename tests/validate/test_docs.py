@@ -11,11 +11,11 @@ import pytest
 from pydantic import ValidationError
 from support.changes import drop
 from support.faults import MLA_VLLM, Fault
+from support.validated import validate
 
 from kconv.checkpoint.source import Folder
 from kconv.validate.report import Report
 from kconv.validate.rules.table import all_rules
-from kconv.validate.run import validate
 
 ROOT = Path(__file__).parent.parent.parent
 SCHEMA = ROOT / "docs" / "report.schema.json"
@@ -24,7 +24,7 @@ SCHEMA = ROOT / "docs" / "report.schema.json"
 @pytest.fixture
 def report(tmp_path: Path) -> dict:
     folder = Fault("", "", MLA_VLLM, drop("fc.weight")).write(tmp_path / "head")
-    return json.loads(validate(Folder(folder), say=lambda _: None).to_json())
+    return json.loads(validate(Folder(folder)).to_json())
 
 
 def test_the_page_and_the_schema_are_current():

@@ -35,5 +35,5 @@ def test_kimi_k2s_own_size_takes_less_than_500_mib():
 
 def test_headers_are_checked_without_torch():
     """Importing it takes as long as the headers of a Kimi-K2, and as much memory."""
-    code = "import sys, kconv.validate.run; print('torch' in sys.modules)"
+    code = "import sys, kconv.validate.head, kconv.validate.target; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"

@@ -17,8 +17,7 @@ from kconv.quantize.plan import plan_quantize
 from kconv.quantize.recipe import load_recipe
 from kconv.quantize.run import quantize
 from kconv.targets.config import parse_target_config
-from kconv.validate import quantized
-from kconv.validate import run as runs
+from kconv.validate import quantized, target
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +34,7 @@ def pair(tiny_target, tmp_path_factory):
 def refuse(pair, monkeypatch):
     """Return a function that validates on prompts, and says what is raised before any value is looked at."""
     looked = []
-    monkeypatch.setattr(runs, "run_rules", lambda *_: looked.append("rules"))
+    monkeypatch.setattr(target, "run_rules", lambda *_: looked.append("rules"))
     monkeypatch.setattr(quantized, "check_quantized", lambda *_: looked.append("noise"))
 
     def run(fault, phrase, prompts):

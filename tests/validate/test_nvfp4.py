@@ -20,6 +20,7 @@ from support.target_faults import (
     kv_scale,
     write_changed,
 )
+from support.validated import validate
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.source import Folder
@@ -31,7 +32,6 @@ from kconv.targets.config import parse_target_config
 from kconv.validate.options import ValidateOptions
 from kconv.validate.rules.table import TARGET_RULES, all_rules
 from kconv.validate.rules.target import Excludes
-from kconv.validate.run import validate
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def good(tiny_target, tmp_path_factory):
 
 
 def check(folder, **options):
-    return validate(Folder(folder), ValidateOptions(**options), say=lambda _: None).findings
+    return validate(Folder(folder), ValidateOptions(**options)).findings
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -150,5 +150,5 @@ def test_what_the_quantizer_excludes_covers_just_what_it_left(layers, experts, w
 
 def test_the_json_names_rule_and_place(good, tmp_path):
     folder = write_changed(good(), tmp_path / "target", FAULTS[0].change)
-    said = json.loads(validate(Folder(folder), say=lambda _: None).to_json())["findings"]
+    said = json.loads(validate(Folder(folder)).to_json())["findings"]
     assert said[0]["rule"] == "K401" and "more" in said[0]["message"]

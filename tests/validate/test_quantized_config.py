@@ -4,6 +4,7 @@ import json
 
 import pytest
 from support.quantized_targets import make_form
+from support.validated import validate
 from transformers import DeepseekV3Config
 
 from kconv.checkpoint.folder import open_checkpoint
@@ -14,7 +15,6 @@ from kconv.quantize.recipe import load_recipe
 from kconv.quantize.run import quantize
 from kconv.targets.config import COUNTS, parse_target_config
 from kconv.validate.quantized import KEYS, check_config
-from kconv.validate.run import validate
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_validate_reports_it_of_a_target_that_has_no_manifest(tiny_target, tmp_p
     written = json.loads(file.read_text())
 
     def errors():
-        report = validate(Folder(tmp_path / "out"), quantized_from=source, say=lambda _: None)
+        report = validate(Folder(tmp_path / "out"), source=source)
         return [(finding.rule, finding.where) for finding in report.findings if finding.severity == "error"]
 
     assert errors() == []

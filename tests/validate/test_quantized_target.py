@@ -11,15 +11,16 @@ from modelopt.torch.quantization.qtensor import NVFP4QTensor
 from safetensors.torch import load_file, save_file
 from support.heads import MLA, random_slots, write_head
 from support.quantized_targets import make_form
+from support.validated import validate
 from torch.nn.functional import cross_entropy
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.source import Folder
 from kconv.cli import main
-from kconv.convert.provenance import Origin
-from kconv.convert.read import read_head
 from kconv.engines import by_name
 from kconv.errors import ComparisonUnfit
+from kconv.operations.base import Context
+from kconv.operations.validate import Validate
 from kconv.quantize.calibration import data_free
 from kconv.quantize.plan import plan_quantize
 from kconv.quantize.recipe import load_recipe
@@ -30,7 +31,6 @@ from kconv.tiny.text import read_corpus
 from kconv.validate.options import ValidateOptions
 from kconv.validate.perplexity import Run, compare_runs, encode_texts, measure_perplexity
 from kconv.validate.quantized import FLOOR, check_quantized
-from kconv.validate.run import validate
 
 FORMS = ("bf16", "int4", "fp8")
 EXPERT = "model.layers.2.mlp.experts.1"
@@ -154,24 +154,27 @@ def test_a_single_change_is_found_where_it_is(form, change, rule, where, pair, s
 
 def test_validate_reports_the_noise_and_the_change(pair, spoiled):
     source, good = pair("int4")
-    report = validate(Folder(good), quantized_from=open_checkpoint(source), say=lambda _: None)
+    report = validate(Folder(good), source=open_checkpoint(source))
     assert report.figures.noise is not None and report.figures.noise.tensors == 93
     assert not [finding for finding in report.findings if finding.rule.startswith("K39")]
     assert json.loads(report.to_json())["figures"]["noise"]["worst"] > FLOOR
-    bad = validate(Folder(spoiled("int4", swap_nibbles)), quantized_from=open_checkpoint(source), say=lambda _: None)
+    bad = validate(Folder(spoiled("int4", swap_nibbles)), source=open_checkpoint(source))
     assert not bad.clean and "K390" in {finding.rule for finding in bad.findings}
 
 
 def test_what_could_only_be_passed_over_is_refused(pair, tmp_path):
-    source, good = pair("bf16")
-    heads = write_head(tmp_path / "head", by_name("vllm"), MLA, random_slots(MLA))
-    quiet = {"say": lambda _: None}
-    with pytest.raises(ComparisonUnfit, match="this is a target, but --source is a head"):
-        validate(Folder(good), source=Origin(*[read_head(open_checkpoint(heads))] * 2), **quiet)
-    with pytest.raises(ComparisonUnfit, match="this is a head, but --source is a target"):
-        validate(Folder(heads), quantized_from=open_checkpoint(source), **quiet)
-    with pytest.raises(ComparisonUnfit, match="only a head has an acceptance"):
-        validate(Folder(good), ValidateOptions(states="states"), target=Folder(source), **quiet)
+    source, good = map(str, pair("bf16"))
+    head = str(write_head(tmp_path / "head", by_name("vllm"), MLA, random_slots(MLA)))
+    states = tmp_path / "states"
+    states.mkdir()
+    (states / "states.json").write_text("{}")
+    for asked, said in (
+        ({"head": good, "source": head}, "this is a target, but --source is a head"),
+        ({"head": head, "source": source}, "this is a head, but --source is a target"),
+        ({"head": good, "states": str(states), "target": source}, "only a head has an acceptance"),
+    ):
+        with pytest.raises(ComparisonUnfit, match=said):
+            Validate(**asked).run(Context())
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from support.fuzzing import bounded
 from support.heads import MLA, random_slots, write_head
 from support.quantized_targets import make_form
+from support.validated import validate
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.source import Folder
@@ -23,9 +24,9 @@ from kconv.quantize.plan import plan_quantize
 from kconv.quantize.recipe import load_recipe
 from kconv.quantize.run import quantize
 from kconv.targets.config import parse_target_config
+from kconv.validate.files import check_manifest
 from kconv.validate.options import ValidateOptions
 from kconv.validate.report import digests
-from kconv.validate.run import check_manifest, validate
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def converted(tmp_path: Path) -> Path:
 
 def broken(folder: Path, **options) -> list[str]:
     """Return where the manifest is found not to hold."""
-    report = validate(Folder(folder), ValidateOptions(**options), say=lambda _: None)
+    report = validate(Folder(folder), ValidateOptions(**options))
     found = [finding for finding in report.findings if finding.rule == "K301"]
     assert all(finding.severity == "error" and finding.message and finding.fix for finding in found)
     return [finding.where for finding in found]
@@ -60,7 +61,7 @@ def test_a_folder_as_it_was_written_has_nothing_broken(converted):
 
 def test_weights_that_no_other_rule_can_tell_from_good_ones_are_found(converted):
     change_tensors(converted / "model.safetensors", reverse_fc)
-    report = validate(Folder(converted), say=lambda _: None)
+    report = validate(Folder(converted))
     errors = [finding for finding in report.findings if finding.severity == "error"]
     assert [(finding.rule, finding.where) for finding in errors] == [("K301", "model.safetensors")]
 

@@ -14,6 +14,7 @@ from support.faults import FAULTS, GQA_TRT, GQA_VLLM, MLA_VLLM, MODELOPT_GQA, RE
 from support.good_heads import GOOD, SGLANG, TRTLLM, VLLM_V1, VLLM_V2, Good
 from support.heads import GQA, MLA, TARGET
 from support.published import EAGLE3
+from support.validated import validate
 
 from kconv.checkpoint.manifest import Hints
 from kconv.checkpoint.source import Folder
@@ -22,7 +23,6 @@ from kconv.engines import BY_NAME
 from kconv.validate.options import ValidateOptions
 from kconv.validate.report import Finding, Report
 from kconv.validate.rules.table import HEAD_RULES, all_rules
-from kconv.validate.run import validate
 
 # What a launch flag must supply, and what is not compared where no target is given.
 ALWAYS = {"K144", "K184", "K193", "K194", "K195", "K196", "K214", "K533", "K538"}
@@ -30,7 +30,7 @@ ALWAYS = {"K144", "K184", "K193", "K194", "K195", "K196", "K214", "K533", "K538"
 
 def check(folder: Path, engines: tuple[str, ...] = (), *, headers_only: bool = False, **about) -> Report:
     options = ValidateOptions(for_=engines, headers_only=headers_only)
-    return validate(Folder(folder), options, **about, say=lambda _: None)
+    return validate(Folder(folder), options, **about)
 
 
 def of(report: Report, rule: str) -> list[Finding]:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from support.heads import write_head
+from support.validated import validate
 from support.weight_faults import FAULTS, ROUNDINGS, STEPS, Bed, make_bed
 from torch import Tensor
 
@@ -39,7 +40,6 @@ from kconv.validate.readings import judge_mistakes, measure_mistakes
 from kconv.validate.report import Finding, Report
 from kconv.validate.rules.head import HeadSubject
 from kconv.validate.rules.table import check_head
-from kconv.validate.run import validate
 from kconv.validate.structure import check_source
 from kconv.validate.verdict import judge_baselines, judge_fingerprint
 

@@ -8,6 +8,7 @@ import pytest
 from support.faults import write_target
 from support.good_heads import GOOD
 from support.heads import TARGET
+from support.validated import validate
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.source import Folder
@@ -22,7 +23,6 @@ from kconv.validate.engines.judge import COUNTS, judge
 from kconv.validate.engines.simulate import find_reading
 from kconv.validate.options import ValidateOptions
 from kconv.validate.parity import ParityFound
-from kconv.validate.run import validate
 
 FIGURES = EngineFigures(
     engine="vllm", url="", prompts=4, new_tokens=8, steps=3, same_output=4, reference="", drafts=20, accepted=14,
@@ -78,8 +78,8 @@ def test_who_serves_a_head_is_whom_it_is_checked_for(name, readings, tmp_path, m
     monkeypatch.setattr(parity, "measure_parity", lambda *_: ParityFound((), {}))
     folder, target = Folder(GOOD[name].write(tmp_path / "head")), write_target(tmp_path / "target", TARGET)
     held_out = HeldOut("held-out.jsonl", "", (), ())
-    options = ValidateOptions(engine="vllm")
-    report = validate(folder, options, target=target, prompts=held_out, say=lambda _: None)
+    options = ValidateOptions(engine="vllm", prompts=held_out.file)
+    report = validate(folder, options, target=target, prompts=held_out)
     assert {"vllm-v1", "vllm-v2"} <= set(report.provenance["for"])
     assert asked == [readings]
     assert bool([f for f in report.findings if f.rule == "K140"]) is bool(readings)

@@ -1,165 +1,71 @@
-"""Run a validation from end to end."""
+"""Run a head's validation from end to end."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..checkpoint.bytes import Look, Wanted, file_digest
+from ..checkpoint.bytes import Look, Wanted
 from ..checkpoint.folder import Checkpoint
-from ..checkpoint.manifest import DRAFTS, MANIFEST, READ_BY_ENGINES, Hints, Unverified, read_manifest
+from ..checkpoint.manifest import DRAFTS, Hints, Unverified, read_manifest
 from ..checkpoint.source import Folder, Source
-from ..convert.identify import WHOLE_MODEL, name_target
+from ..convert.identify import name_target
 from ..convert.provenance import Origin
 from ..convert.read import Head, read
 from ..convert.shared import find_shared
 from ..drafters.facts import measurable, phrase
 from ..engines import registry
 from ..engines.layout import Layout
-from ..errors import ComparisonUnfit, KconvError, ManifestMismatch, NotACheckpoint, PromptsInvalid
+from ..errors import ManifestMismatch, NotACheckpoint, PromptsInvalid
 from ..measure.figures import Figures
 from ..rule import Found
 from ..targets.config import read_target_config
+from .files import Say, check_manifest, digests, weight_files
 from .options import DEFAULTS, ValidateOptions
 from .report import UNREAD, Finding, Report, assemble, config_digest, figures
 from .rules.captured import other_readings
 from .rules.comparisons import RULE
 from .rules.head import HeadSubject, engines_of, wanted_values
-from .rules.subject import ENGINES, run_rules
-from .rules.table import TARGET_RULES, check_head, of_error
-from .rules.target import TargetSubject
+from .rules.subject import ENGINES
+from .rules.table import check_head
 
 if TYPE_CHECKING:
     from ..measure.held_out import HeldOut
     from .readings import ReadingsMeasured
 
 
-def is_target(checkpoint: Checkpoint) -> bool:
-    """Return whether a checkpoint is a target rather than a head."""
-    return WHOLE_MODEL.marks(checkpoint.config, checkpoint.tensors)
-
-
-def refuse_unfit(
-    checkpoint: Checkpoint, whole: bool, source: Head | None, quantized_from: Checkpoint | None, *, measured: bool
-) -> None:
-    """Refuse comparisons that could only be skipped: the report would be clean of a comparison that nobody made.
-
-    Raises:
-        ComparisonUnfit: a target and a head are to be compared, or a target's acceptance is requested.
-    """
-    kind, other = ("target", "head") if whole else ("head", "target")
-    if (source if whole else quantized_from) is not None:
-        raise ComparisonUnfit(
-            f"this is a {kind}, but --source is a {other}",
-            where=checkpoint.source,
-            fix=f"Pass the {kind} that it was made from.",
-        )
-    if whole and measured:
-        raise ComparisonUnfit(
-            "this is a target, but only a head has an acceptance to measure",
-            where=checkpoint.source,
-            fix="Validate the head with this as its --target. For a target's perplexity, pass --source.",
-        )
-
-
-def check_manifest(checkpoint: Checkpoint, weights: Mapping[str, str], *, whole: bool) -> Iterator[Finding]:
-    """Find files that differ from those that kconv wrote; nothing without a manifest.
-
-    No weights are read again: files with the recorded sha256 hold the recorded tensors.
-
-    Args:
-        checkpoint: a head or a target.
-        weights: sha256 of each of its weight files, by name.
-        whole: whether every recorded file must exist; from a repository only the needed files are downloaded.
-    """
-    folder = checkpoint.folder
-    if not (folder / MANIFEST).exists():
-        return
-    try:
-        records = {record.name: record for record in read_manifest(folder).files}
-    except (ManifestMismatch, NotACheckpoint) as fault:
-        yield _broken(MANIFEST, fault.what)
-        return
-    for file in sorted(folder.iterdir()):
-        if file.name not in records and any(file.match(pattern) for pattern in READ_BY_ENGINES):
-            yield _broken(file.name, f"engines read it, but {MANIFEST} does not record it")
-    for name, record in sorted(records.items()):
-        if Path(name).name != name:
-            yield _broken(MANIFEST, f"it records {name!r}, which is not in its folder")
-        elif not (folder / name).is_file():
-            if whole or name in weights:
-                yield _broken(name, f"{MANIFEST} records it, but it is missing")
-        elif not record.fits(folder / name) or (weights.get(name) or _sha256(folder / name)) != record.sha256:
-            yield _broken(name, f"its bytes differ from those that {MANIFEST} records")
-
-
-def _sha256(file: Path) -> str:
-    try:
-        return file_digest(file)
-    except OSError:
-        return ""  # like no recorded file's
-
-
-def _broken(where: str, message: str) -> Finding:
-    return RULE["K301"].finding(Found(where, message))
-
-
-# torch is imported where needed: headers are checked in less time than the import takes.
-Say = Callable[[str], None]
-
-
-def validate(
-    subject: Source,
+def validate_head(
+    named: Source,
+    checkpoint: Checkpoint,
     options: ValidateOptions = DEFAULTS,
     *,
     layout: Layout | None = None,
     hints: Hints | None = None,
     target: Source | None = None,
     source: Origin | None = None,
-    quantized_from: Checkpoint | None = None,
     prompts: HeldOut | None = None,
     say: Say = print,
 ) -> Report:
-    """Check a head or a target, optionally against its source, and a head with its target.
+    """Check a head, optionally against its source, and measure it with its target.
 
     Args:
-        subject: the checkpoint to check.
+        named: the head as the user named it.
+        checkpoint: the same, opened.
         options: what to check, and how to measure.
-        layout: a head's layout; None to detect it from its marks.
-        hints: the user's options where a head's config is silent.
-        target: a head's target.
-        source: what a head was converted from.
-        quantized_from: what a target was quantized from.
+        layout: its layout; None to detect it from its marks.
+        hints: the user's options where its config is silent.
+        target: its target.
+        source: what it was converted from.
         prompts: the options' held-out prompts.
         say: called with progress messages.
 
     Returns:
-        The report. Errors of the checkpoint are findings in it, even if it cannot be read; errors in the user's other
-        inputs are raised.
-
-    Raises:
-        ComparisonUnfit: a target and a head are to be compared, or a target's acceptance is requested.
+        The report. Errors of the head are findings in it, even if it cannot be read; errors in the user's other inputs
+        are raised.
     """
-    say("reading headers" if options.headers_only else "reading every weight")
-    try:
-        with _uncollected():
-            checkpoint = subject.open_headers() if options.headers_only else subject.open_weights()
-    except KconvError as error:
-        about = {"for": list(options.runners or ENGINES), UNREAD: "the folder cannot be read"}
-        return assemble(subject.name, {}, [of_error(error)], Figures(), about)
-    whole = is_target(checkpoint) and layout is None
-    measured = target is not None and options.measures
-    refuse_unfit(checkpoint, whole, source.recorded if source else None, quantized_from, measured=measured)
-    unread = options.headers_only or checkpoint.headers_only
-    files = [] if unread else [Wanted(file, whole=True) for file in checkpoint.files]
-    if whole:
-        with Look(files) as look:
-            return _check_target(subject, checkpoint, options, quantized_from, prompts, look, say)
     rules = HeadSubject(
         checkpoint,
         frozenset(options.runners or ENGINES),
@@ -170,8 +76,9 @@ def validate(
         # Called only if a rule needs a tensor, since it may download.
         lent=partial(find_shared, target) if target and not options.headers_only else None,
     )
-    with Look(files + ([] if unread else _wanted(rules, source))) as look:
-        return _check_head(subject, replace(rules, look=look), options, source, target, prompts, look, say)
+    files = weight_files(checkpoint, options)
+    with Look([*files, *(_wanted(rules, source) if files else ())]) as look:
+        return _check(named, replace(rules, look=look), options, source, target, prompts, look, say)
 
 
 def _wanted(rules: HeadSubject, source: Origin | None) -> list[Wanted]:
@@ -185,7 +92,7 @@ def _wanted(rules: HeadSubject, source: Origin | None) -> list[Wanted]:
     return values if reading.head is None or reading.errors else [*values, *wanted(reading.head, source.recorded)]
 
 
-def _check_head(
+def _check(
     subject: Source,
     rules: HeadSubject,
     options: ValidateOptions,
@@ -195,11 +102,11 @@ def _check_head(
     look: Look,
     say: Say,
 ) -> Report:
-    checkpoint, measured_on = rules.checkpoint, target if prompts or options.states else None
+    checkpoint, measured_on = rules.checkpoint, target if options.prompts or options.states else None
     if not options.for_:
         rules = _written_for(rules, options.engine)
     findings = [_naming_target(finding, subject, checkpoint) for finding in check_head(rules)]
-    about = _digests(checkpoint, options, look)
+    about = digests(checkpoint, options, look)
     if about and (source is None or rules.head is None):  # the comparison with a source checks the manifest too
         findings += check_manifest(checkpoint, about, whole=isinstance(subject, Folder))
     if measured_on is None:
@@ -320,62 +227,6 @@ def _refuse_other_layers(output: Head, source: Origin) -> None:
         )
 
 
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Disable garbage collection: a target's headers are millions of objects without cycles, slow to scan."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
-
-
-def _check_target(
-    named: Source,
-    checkpoint: Checkpoint,
-    options: ValidateOptions,
-    source: Checkpoint | None,
-    prompts: HeldOut | None,
-    look: Look,
-    say: Say,
-) -> Report:
-    engines = options.runners or ENGINES
-    subject = TargetSubject(checkpoint, frozenset(engines), not options.headers_only)
-    provenance: dict[str, object] = {
-        "for": list(engines),
-        "for_by": "as requested" if options.for_ else "every engine",
-        "checked": "target",
-        "headers_only": options.headers_only,
-    }
-    with _uncollected():
-        findings = list(run_rules(TARGET_RULES, subject))
-    about = _digests(checkpoint, options, look)
-    if about:
-        findings += check_manifest(checkpoint, about, whole=isinstance(named, Folder))
-    noise = perplexity = None
-    if source is not None:
-        from .quantized import check_quantized
-
-        provenance["source"] = source.source
-        try:
-            held, noise = check_quantized(checkpoint, source, say)
-            findings += held
-        except KconvError as fault:
-            findings.append(RULE["K392"].of_problem(fault.problem("K392")))
-    if source is not None and prompts is not None:
-        from .perplexity import PRECISION, measure_perplexity
-
-        if any(finding.severity == "error" for finding in findings):
-            provenance["not_measured"] = "perplexity: a target with errors is not run"
-        else:
-            perplexity = measure_perplexity(checkpoint, source, prompts, say)
-            provenance |= {"prompts": prompts.describe() | {"text_tokens": options.text_tokens}, "dtype": PRECISION}
-    measured = Figures(noise=noise, perplexity=perplexity)
-    return assemble(checkpoint.source, about, findings, measured, provenance, config_digest(checkpoint))
-
-
 def _written_for(rules: HeadSubject, served_by: str | None) -> HeadSubject:
     """Check a head for the engines of its layout, and for the engine that serves it here."""
     return replace(rules, engines=frozenset(engines_of(rules.layout)) | set(registry.asked().get(served_by or "", ())))
@@ -398,8 +249,3 @@ def _draft(checkpoint: Checkpoint) -> dict[str, object]:
     with suppress(ManifestMismatch, NotACheckpoint):
         return {"draft": DRAFTS[read_manifest(checkpoint.folder).as_it_ships]}
     return {}
-
-
-def _digests(checkpoint: Checkpoint, options: ValidateOptions, look: Look) -> dict[str, str]:
-    unread = options.headers_only or checkpoint.headers_only
-    return {} if unread else {file.name: look.sha256(file) for file in checkpoint.files}
