@@ -675,7 +675,8 @@ def quantize(
     and does not resume.
 
     Recipes: nvfp4-experts (the routed experts), nvfp4-mlp (shared experts and dense layers too), nvfp4 (attention
-    too), nvfp4-weight-only (activations stay bf16), or a YAML file.
+    too), nvfp4-weight-only (activations stay bf16), nvfp4-experts-mse and nvfp4-experts-four-over-six (block scales
+    by search), or a YAML file.
 
     Args:
         target: The target: a folder or a Hub id.

@@ -128,6 +128,7 @@ class Quantized(Result):
                 f"{self.out}: {len(plan.modules):,} modules in NVFP4 ({plan.recipe.name}), "
                 f"{plan.bytes_in / 1e9:.3f} GB -> {plan.bytes_out / 1e9:.3f} GB in {self._files} files"
             )
+            yield f"block scales: {plan.recipe.weight_scales}"
             yield f"input_scale: {plan.scales}"
             yield next_command("validate", self.out, "--source", plan.source.source)
 
@@ -177,6 +178,7 @@ class QuantizationPlanned(Result):
         parts.append(("all", "", "", plan.bytes_in, plan.bytes_out))
         sized = [(*what, f"{before / 1e9:.3f} GB", f"{after / 1e9:.3f} GB") for *what, before, after in parts]
         yield Table(("part", "becomes", "modules", "before", "after"), sized)
+        yield Line(f"block scales: {plan.recipe.weight_scales}")
         yield Line(f"input_scale: {plan.scales}")
         weights = "ModelOpt's" if self.processes is None else len(plan.units)
         yield Line(f"files: {weights}, and {len(copied_files(plan.source.folder))} copied")
@@ -205,7 +207,8 @@ class Quantize(Prompted):
     and does not resume.
 
     Recipes: nvfp4-experts (the routed experts), nvfp4-mlp (shared experts and dense layers too), nvfp4 (attention
-    too), nvfp4-weight-only (activations stay bf16), or a YAML file.
+    too), nvfp4-weight-only (activations stay bf16), nvfp4-experts-mse and nvfp4-experts-four-over-six (block scales
+    by search), or a YAML file.
     """
 
     EXAMPLES = (

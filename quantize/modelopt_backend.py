@@ -56,6 +56,12 @@ def plan_in_memory(
             where=source.folder,
             fix="Use kconv calibrate, then kconv quantize with its file.",
         )
+    if recipe.weight_scales != "max":
+        raise RecipeInvalid(
+            f"ModelOpt searches for block scales ({recipe.weight_scales}) on a GPU only; this backend runs on a CPU",
+            where=f"weight_scales in the recipe {recipe.name}",
+            fix="Use kconv quantize with --backend stream, which finds the same scales.",
+        )
     said = "none"
     if mtp := sorted(mtp_roots(source.tensors, config.layers)):
         raise TargetInvalid(

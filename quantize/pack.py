@@ -1,5 +1,9 @@
 """Pack a weight as NVFP4, bit for bit with the arithmetic of ModelOpt's NVFP4QTensor.
 
+A block's scale follows from its largest magnitude, or is searched for: `mse` takes of all e4m3 numbers the one with the
+least squared error, `four-over-six` the better of the two that make the largest magnitude 6 or 4. Both are ModelOpt's,
+https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/quantization/calib/mse.py
+
 The loops are pack.c's if there is a compiler, otherwise torch's. Compiled code is used only after its results agreed
 with torch's.
 https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/quantization/qtensor/nvfp4_tensor.py
@@ -20,12 +24,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from ..checkpoint.formats import E2M1_MAX, E4M3_MAX, NVFP4
 from ..checkpoint.staging import cache_root
+from .recipe import WeightScales
 
 
 def amax(weight: torch.Tensor) -> float:
@@ -33,19 +38,25 @@ def amax(weight: torch.Tensor) -> float:
     return float(torch.stack(torch.aminmax(weight)).abs().max())
 
 
-def scale_2(largest: float) -> torch.Tensor:
+# The largest block scale before the search of four-over-six, which multiplies it by 1.5 or leaves it.
+FOUR_OVER_SIX_MAX = 256.0
+
+
+def scale_2(largest: float, scales: WeightScales = "max") -> torch.Tensor:
     """Return the weight_scale_2, float32 [], for a largest magnitude."""
-    return torch.tensor(largest, dtype=torch.float32) / NVFP4.largest
+    whole = E2M1_MAX * FOUR_OVER_SIX_MAX if scales == "four-over-six" else NVFP4.largest
+    return torch.tensor(largest, dtype=torch.float32) / whole
 
 
-def pack(weight: torch.Tensor, weight_scale_2: float) -> Packed:
+def pack(weight: torch.Tensor, weight_scale_2: float, scales: WeightScales = "max") -> Packed:
     """Pack a weight [out, in], finite and with a multiple of sixteen columns, on its device.
 
-    `weight_scale_2` is above 0. On a GPU ModelOpt's own operations do the work.
+    `weight_scale_2` is above 0, and from `scale_2` with the same `scales`. On a GPU ModelOpt's own operations do the
+    work, with the block scales that torch finds if they are searched for.
     """
     if weight.is_cuda:
-        return _pack_with_modelopt(weight, weight_scale_2)
-    return fastest()(weight, weight_scale_2)
+        return _pack_with_modelopt(weight, weight_scale_2, scales)
+    return fastest()(weight, weight_scale_2, scales)
 
 
 def unpack(packed: Packed, weight_scale_2: float, dtype: torch.dtype) -> torch.Tensor:
@@ -53,11 +64,13 @@ def unpack(packed: Packed, weight_scale_2: float, dtype: torch.dtype) -> torch.T
     return NVFP4.unpack(packed.stored(torch.tensor(weight_scale_2, dtype=torch.float32))).to(dtype)
 
 
-def _pack_with_modelopt(weight: torch.Tensor, weight_scale_2: float) -> Packed:
+def _pack_with_modelopt(weight: torch.Tensor, weight_scale_2: float, scales: WeightScales) -> Packed:
     from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
     shared = torch.tensor(weight_scale_2, dtype=torch.float32, device=weight.device)
-    made: Any = NVFP4QTensor.quantize(weight, NVFP4.group, None, shared, try_tensorrt=False)
+    blocks = weight.float().unflatten(-1, (-1, NVFP4.group))
+    found = None if scales == "max" else SCALES[scales](blocks, shared)
+    made: Any = NVFP4QTensor.quantize(weight, NVFP4.group, found, shared, try_tensorrt=False)
     return Packed(made[0]._quantized_data, made[1])
 
 
@@ -79,7 +92,7 @@ class Packed:
         return {NVFP4.values: self.weight, NVFP4.scale: self.weight_scale, NVFP4.scale_2: scale_2}
 
 
-def pack_plain(weight: torch.Tensor, weight_scale_2: float) -> Packed:
+def pack_plain(weight: torch.Tensor, weight_scale_2: float, search: WeightScales = "max") -> Packed:
     """Pack a weight in torch; arguments as in `pack`."""
     rows, columns = weight.shape
     nibbles = torch.empty(rows, columns // 2, dtype=torch.uint8)
@@ -90,18 +103,76 @@ def pack_plain(weight: torch.Tensor, weight_scale_2: float) -> Packed:
         part = slice(first, first + step)
         # In float32, whatever the weight's dtype.
         blocks = weight[part].float().unflatten(-1, (-1, NVFP4.group))
-        scales[part] = _scales(blocks, shared)
+        scales[part] = SCALES[search](blocks, shared)
         nibbles[part] = _nibbles((blocks / (scales[part].float() * shared).unsqueeze(-1)).flatten(-2))
     return Packed(nibbles, scales)
 
 
-def _scales(blocks: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+def _largest(blocks: torch.Tensor) -> torch.Tensor:
     largest = blocks.abs()
     for half in (8, 4, 2, 1):  # several times as fast as a reduction over a short dim
         largest = torch.maximum(largest[..., :half], largest[..., half:])
-    scale = largest.squeeze(-1) / (E2M1_MAX * shared)
-    scale[scale == 0] = 1.0
+    return largest.squeeze(-1)
+
+
+def _e4m3(scale: torch.Tensor) -> torch.Tensor:
     return scale.clamp_(min=SMALLEST, max=E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def _scales(blocks: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+    scale = _largest(blocks) / (E2M1_MAX * shared)
+    scale[scale == 0] = 1.0
+    return _e4m3(scale)
+
+
+def _scales_mse(blocks: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+    """Return the scale of the least loss among all e4m3 numbers, the smaller of equal ones.
+
+    pack.c says which numbers need no trial. Where squares are beyond float32, it is the largest magnitude's scale.
+    """
+    largest = _largest(blocks)
+    first = _e4m3(largest / (E2M1_MAX * shared)).view(torch.uint8).int()
+    best, found = first.clone(), torch.full_like(largest, torch.inf)
+    for step in range(-16, 16):
+        code = first + step
+        divisors = code.clamp(1, 126).to(torch.uint8).view(torch.float8_e4m3fn).float() * shared
+        losses = _losses(blocks, divisors)
+        better = (code >= 1) & (code <= 126) & ((code < 16) | (divisors * 3.5 < largest)) & (losses < found)
+        best, found = torch.where(better, code, best), torch.where(better, losses, found)
+    return best.to(torch.uint8).view(torch.float8_e4m3fn)
+
+
+def _scales_four_over_six(blocks: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+    """Return the scale that makes the largest magnitude 6, or the one that makes it 4 if that loses less."""
+    largest = _largest(blocks)
+    # The weight's amax / 6. ModelOpt has it; (x / 3) * 3 is x in binary arithmetic, so it is exactly that here.
+    whole = shared * (E2M1_MAX * FOUR_OVER_SIX_MAX) / E2M1_MAX
+
+    def scale(amaxes: torch.Tensor) -> torch.Tensor:
+        found = amaxes / E2M1_MAX
+        found[found == 0] = 1.0
+        return _e4m3(found * FOUR_OVER_SIX_MAX / whole)
+
+    six, four = scale(largest), scale(largest * 1.5)
+    better = _losses(blocks, four.float() * shared) < _losses(blocks, six.float() * shared)
+    return torch.where(better, four.view(torch.uint8), six.view(torch.uint8)).view(torch.float8_e4m3fn)
+
+
+SCALES = {"max": _scales, "mse": _scales_mse, "four-over-six": _scales_four_over_six}
+
+
+def _losses(blocks: torch.Tensor, divisors: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the squared errors of each block."""
+    sizes = blocks.abs()
+    scaled = sizes * (1.0 / divisors).unsqueeze(-1)
+    scaled = torch.where(scaled < E2M1_MAX, scaled, E2M1_MAX)  # NaN too: 0 / 0, where a divisor underflows
+    coarse = torch.where(scaled < 4, scaled.round(), (scaled / 2).round() * 2)
+    errors = sizes - torch.where(scaled < 2, (scaled * 2).round() / 2, coarse) * divisors.unsqueeze(-1)
+    errors.mul_(errors)
+    total = torch.zeros_like(divisors)
+    for column in range(NVFP4.group):  # one after the other, as in pack.c: another order gives other sums
+        total += errors[..., column]
+    return total
 
 
 def _nibbles(scaled: torch.Tensor) -> torch.Tensor:
@@ -120,7 +191,9 @@ def _nibbles(scaled: torch.Tensor) -> torch.Tensor:
     return (pairs | pairs >> 4).to(torch.uint8)
 
 
-Packer = Callable[[torch.Tensor, float], Packed]
+Packer = Callable[[torch.Tensor, float, WeightScales], Packed]
+# The numbers of pack.c's searches.
+SEARCHES = {"max": 0, "mse": 1, "four-over-six": 2}
 
 
 class NativePacker:
@@ -129,19 +202,19 @@ class NativePacker:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._loops = {torch.bfloat16: library.nvfp4_pack_bf16, torch.float32: library.nvfp4_pack_f32}
         for loop in self._loops.values():
-            loop.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_float, ctypes.c_void_p, ctypes.c_void_p]
+            loop.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_float, ctypes.c_int, *[ctypes.c_void_p] * 2]
             loop.restype = None
 
-    def __call__(self, weight: torch.Tensor, weight_scale_2: float) -> Packed:
+    def __call__(self, weight: torch.Tensor, weight_scale_2: float, scales: WeightScales = "max") -> Packed:
         # float16 and float64 become float32, in which ModelOpt also divides; of float64 it keeps more precision.
         weight = (weight if weight.dtype in self._loops else weight.float()).contiguous()
         rows, columns = weight.shape
         nibbles = torch.empty(rows, columns // 2, dtype=torch.uint8)
-        scales = torch.empty(rows, columns // NVFP4.group, dtype=torch.uint8)
+        made = torch.empty(rows, columns // NVFP4.group, dtype=torch.uint8)
         self._loops[weight.dtype](
-            weight.data_ptr(), scales.numel(), weight_scale_2, nibbles.data_ptr(), scales.data_ptr()
+            weight.data_ptr(), made.numel(), weight_scale_2, SEARCHES[scales], nibbles.data_ptr(), made.data_ptr()
         )
-        return Packed(nibbles, scales.view(torch.float8_e4m3fn))
+        return Packed(nibbles, made.view(torch.float8_e4m3fn))
 
 
 @cache
@@ -154,14 +227,14 @@ def fastest() -> Packer:
     return native if all(_agree(native, *case) for case in _trials()) else pack_plain
 
 
-def _agree(packer: Packer, weight: torch.Tensor, weight_scale_2: float) -> bool:
-    one, other = packer(weight, weight_scale_2), pack_plain(weight, weight_scale_2)
+def _agree(packer: Packer, weight: torch.Tensor, weight_scale_2: float, scales: WeightScales) -> bool:
+    one, other = packer(weight, weight_scale_2, scales), pack_plain(weight, weight_scale_2, scales)
     return torch.equal(one.weight, other.weight) and torch.equal(
         one.weight_scale.view(torch.uint8), other.weight_scale.view(torch.uint8)
     )
 
 
-def _trials() -> list[tuple[torch.Tensor, float]]:
+def _trials() -> list[tuple[torch.Tensor, float, WeightScales]]:
     """Return weights that cover every branch: each e4m3 scale, ties, zeros, underflow and clipping."""
     generator = torch.Generator().manual_seed(0)
     # The blocks' sizes range from below 2^-9 of the largest to beyond 448.
@@ -172,10 +245,11 @@ def _trials() -> list[tuple[torch.Tensor, float]]:
     ties = torch.tensor([0.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]).repeat(2) * torch.tensor([1.0, -1.0]).repeat(8)
     ties = torch.cat([ties.roll(i).index_put((torch.tensor([i]),), torch.tensor(6.0)) for i in range(16)]).view(1, -1)
     weights = [random, random.bfloat16(), ties, ties.bfloat16()]
-    return [(weight, scale) for weight in weights for scale in (1.0, 2.0**-9 / 3, 2.0**-140)]
+    shared = (1.0, 2.0**-9 / 3, 2.0**-140)
+    return [(weight, scale, scales) for weight in weights for scale in shared for scales in get_args(WeightScales)]
 
 
-FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-std=gnu11", "-shared", "-fPIC")
 SECONDS = 120
 
 

@@ -20,7 +20,7 @@ from ..targets.config import TargetConfig
 from ..targets.mtp import mtp_faults, mtp_root, mtp_roots
 from ..targets.weights import Plain, StoredWeight, read_format, stored_weights
 from .calibration import InputScales
-from .recipe import Recipe
+from .recipe import Recipe, WeightScales
 
 # Approximate bytes of an output shard. Ranks share whole files, so there should be many more files than ranks; and each
 # is read twice, the second time from the page cache, which must hold those of all ranks. 1 T parameters make 550.
@@ -164,7 +164,8 @@ def plan_quantize(
     scales = {} if recipe.weight_only else inputs.scales(chosen)
     modules = {name: Module(name, weight, scales.get(name)) for name, weight in chosen.items()}
     form = format_.form if format_ else Plain.form
-    return QuantizePlan(source, config, form, recipe, inputs, cut_units(stored, modules, shard), tuple(linear))
+    units = cut_units(stored, modules, shard, recipe.weight_scales)
+    return QuantizePlan(source, config, form, recipe, inputs, units, tuple(linear))
 
 
 def _refuse_fused_experts(stored: dict[str, StoredWeight]) -> None:
@@ -251,6 +252,7 @@ class FusedGroup:
     """Modules that an engine fuses and that share one weight_scale_2; usually one or two."""
 
     modules: tuple[Module, ...]
+    weight_scales: WeightScales = "max"
 
 
 @dataclass(frozen=True)
@@ -307,9 +309,11 @@ class _Piece:
         return sum(byte_size(*kind) for module in modules for kind in module.outputs.values())
 
 
-def cut_units(stored: dict[str, StoredWeight], modules: dict[str, Module], shard: int) -> tuple[Unit, ...]:
+def cut_units(
+    stored: dict[str, StoredWeight], modules: dict[str, Module], shard: int, weight_scales: WeightScales = "max"
+) -> tuple[Unit, ...]:
     """Split the output into files of about equal size, in the order of the source's files and their bytes."""
-    groups = _fuse(modules)
+    groups = _fuse(modules, weight_scales)
     pieces: list[_Piece] = []
     done: set[str] = set()
     for weight in sorted(stored.values(), key=_place):
@@ -351,11 +355,11 @@ def _unit(file: str, pieces: Iterable[_Piece]) -> Unit:
     )
 
 
-def _fuse(modules: dict[str, Module]) -> dict[str, FusedGroup]:
+def _fuse(modules: dict[str, Module], weight_scales: WeightScales) -> dict[str, FusedGroup]:
     together: dict[str, list[Module]] = {}
     for name, module in modules.items():
         together.setdefault(fused_group(name), []).append(module)
-    groups = [FusedGroup(tuple(members)) for members in together.values()]
+    groups = [FusedGroup(tuple(members), weight_scales) for members in together.values()]
     return {module.name: group for group in groups for module in group.modules}
 
 

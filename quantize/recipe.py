@@ -10,6 +10,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -21,6 +22,10 @@ from ..strict import StrictModel
 NEVER = ("model.embed_tokens", "lm_head", "model.layers.*.mlp.gate", "*.eh_proj", "*.shared_head.head", "mtp.fc")
 
 
+# How block scales are chosen; pack.py computes them.
+WeightScales = Literal["max", "mse", "four-over-six"]
+
+
 class Recipe(StrictModel):
     """What is quantized, and how.
 
@@ -30,6 +35,8 @@ class Recipe(StrictModel):
         quantize: patterns of the modules that become NVFP4.
         keep: patterns of modules that stay unquantized although `quantize` matches them.
         weight_only: whether activations stay bf16 (W4A16), and no module has an input_scale.
+        weight_scales: how block scales are chosen: from the largest magnitude of a block (max), or by the least squared
+            error among all e4m3 numbers (mse) or two (four-over-six).
     """
 
     name: str = Field(min_length=1)
@@ -37,6 +44,7 @@ class Recipe(StrictModel):
     quantize: tuple[str, ...] = Field(min_length=1)
     keep: tuple[str, ...] = ()
     weight_only: bool = False
+    weight_scales: WeightScales = "max"
 
     def takes(self, module: str, *, below: str = "") -> bool:
         """Return whether a module becomes NVFP4, by its name in the text model; `below` is its MTP layer, if any."""

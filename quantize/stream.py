@@ -32,6 +32,7 @@ from ..targets.weights import Seen, StoredWeight, unseen
 from .int4_to_nvfp4 import Int4Packer, amax_int4, fits
 from .pack import Packed, amax, pack, scale_2
 from .plan import FusedGroup, Module, QuantizePlan, Unit
+from .recipe import WeightScales
 
 
 class UnitRecord(StrictModel):
@@ -101,11 +102,10 @@ Advance = Callable[[int], None]
 
 def make_unit(unit: Unit, place: Workplace, *, inputs: str, advance: Advance = lambda _: None) -> UnitRecord:
     """Make one file of the output, and record it; it gets its name only when it is whole."""
-    scales, taken = {}, Digests()
+    jobs, taken = [], Digests()
     for group in unit.groups:
         scale = shared_scale(group, taken)
-        scales |= {module.name: scale for module in group.modules}
-    jobs = [_Job(module, scales[module.name], advance) for module in unit.modules]
+        jobs += [_Job(module, scale, group.weight_scales, advance) for module in group.modules]
     entries = [
         *(made for job in jobs for made in job.entries()),
         *(_dequantized(weight, taken, advance) for weight in unit.dequantized),
@@ -163,16 +163,16 @@ def largest(weight: StoredWeight, seen: Seen = unseen) -> float:
 
 def shared_scale(group: FusedGroup, seen: Seen = unseen) -> float:
     """Return the weight_scale_2 of a fused group, from the largest amax of its modules."""
-    return float(scale_2(max(largest(module.weight, seen) for module in group.modules)))
+    return float(scale_2(max(largest(module.weight, seen) for module in group.modules), group.weight_scales))
 
 
-def pack_stored(weight: StoredWeight, weight_scale_2: float) -> Iterator[Packed]:
+def pack_stored(weight: StoredWeight, weight_scale_2: float, scales: WeightScales = "max") -> Iterator[Packed]:
     """Yield a stored weight as NVFP4, in consecutive blocks of rows."""
-    if fits(weight):
+    if scales == "max" and fits(weight):
         packer = Int4Packer(weight_scale_2)
         yield from (packer.pack(stored[Int4.values], stored[Int4.scale]) for stored in weight.stored())
     else:
-        yield from (pack(block, weight_scale_2) for block in weight.blocks())
+        yield from (pack(block, weight_scale_2, scales) for block in weight.blocks())
 
 
 @dataclass
@@ -181,6 +181,7 @@ class _Job:
 
     module: Module
     scale: float
+    weight_scales: WeightScales
     advance: Advance
     _block_scales: list[torch.Tensor] = field(default_factory=list)
 
@@ -199,7 +200,7 @@ class _Job:
 
     def _weight(self) -> Iterator[memoryview]:
         self._block_scales = []
-        for part in pack_stored(self.module.weight, self.scale):
+        for part in pack_stored(self.module.weight, self.scale, self.weight_scales):
             self._block_scales.append(part.weight_scale)
             yield _bytes(part.weight)
         self.advance(sum(info.size for info in self.module.weight.infos))
@@ -266,11 +267,12 @@ def steps(unit: Unit, made: Mapping[str, str], taken: Mapping[str, str], inputs:
 
 def _origins(unit: Unit, inputs: str) -> dict[str, Origin]:
     found: dict[str, Origin] = {}
-    for module in unit.modules:
+    for group, module in ((one, module) for one in unit.groups for module in one.modules):
+        searched = "" if group.weight_scales == "max" else f", block scales by {group.weight_scales}"
         for name in module.outputs:
             suffix = name.removeprefix(f"{module.name}.")
             sources = module.weight.infos if suffix == NVFP4.values else ()
-            reasons = {NVFP4.values: f"NVFP4 of {module.weight.form}", INPUT_SCALE: inputs}
+            reasons = {NVFP4.values: f"NVFP4 of {module.weight.form}{searched}", INPUT_SCALE: inputs}
             action: Action = "added" if suffix == INPUT_SCALE else "quantized"
             found[name] = (action, sources, reasons.get(suffix, "with its weight"))
     for weight in unit.dequantized:
@@ -321,7 +323,7 @@ def _make(group: FusedGroup) -> None:
     whole, tensor = hashlib.sha256(), blake3()
     scale = shared_scale(group, Digests())
     for module in group.modules:
-        for part in pack_stored(module.weight, scale):
+        for part in pack_stored(module.weight, scale, group.weight_scales):
             for made in (part.weight, part.weight_scale):
                 view = made.contiguous().view(torch.uint8).numpy().data
                 whole.update(view)

@@ -37,7 +37,7 @@ def made(tiny_target, tmp_path_factory) -> Path:
     make_form(tiny_target, root / "source", "bf16")
     # How the tiny target was trained: no file of a release, and the gate would say so (P115).
     (root / "source" / "training.json").unlink(missing_ok=True)
-    run("quantize", root / "source", root / "nvfp4", "--recipe", "nvfp4-experts", "--input-scale", "data-free")
+    run("quantize", root / "source", root / "nvfp4", "--recipe", "nvfp4-experts-mse", "--input-scale", "data-free")
     (root / "prompts.jsonl").write_text(json.dumps({"prompt": "Return the sum of two numbers, and no more."}) + "\n")
     run("validate", root / "nvfp4", "--source", root / "source", "--prompts", root / "prompts.jsonl", "--out",
         root / "report")  # fmt: skip
@@ -64,7 +64,8 @@ def test_the_card_says_what_it_was_made_from_how_and_what_that_cost(made, releas
         "org/target"
     ]
     assert "nvfp4" in data.tags and "eagle3" not in data.tags
-    assert "nvfp4-experts: routed experts in NVFP4" in card and "`model.layers.*.mlp.experts.*_proj`" in card
+    assert "nvfp4-experts-mse: routed experts in NVFP4" in card and "`model.layers.*.mlp.experts.*_proj`" in card
+    assert "| block scales | by mse |" in card
     noise, text = report.figures.noise, report.figures.perplexity
     assert noise is not None and text is not None
     assert f"{noise.median:.1f} dB" in card and noise.worst_tensor in card

@@ -129,6 +129,12 @@ def test_a_wrapped_target_is_refused(forms, kconv, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_search_for_block_scales_is_refused(forms, kconv, tmp_path):
+    words = ("quantize", forms("bf16"), tmp_path / "out", "--recipe", "nvfp4-experts-mse", "--backend", "modelopt")
+    assert "on a GPU only" in kconv(*words, "--prompts", tmp_path / "prompts.jsonl", code=1).output
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_plan_is_shown_before_the_target_is_loaded(forms, kconv, tmp_path):
     words = ("quantize", forms("int4"), tmp_path / "out", "--recipe", "nvfp4-experts", "--backend", "modelopt")
     shown = json.loads(kconv(*words, "--prompts", tmp_path / "prompts.jsonl", "--dry-run", "--json").stdout)

@@ -16,6 +16,8 @@ NEVER = ("lm_head", "model.embed_tokens", "model.layers.3.mlp.gate", "model.laye
 
 TAKES = {
     "nvfp4-experts": {EXPERT},
+    "nvfp4-experts-mse": {EXPERT},
+    "nvfp4-experts-four-over-six": {EXPERT},
     "nvfp4-mlp": {EXPERT, SHARED, DENSE},
     "nvfp4": {EXPERT, SHARED, DENSE, ATTENTION, LATENT},
     "nvfp4-weight-only": {EXPERT},
@@ -39,6 +41,9 @@ def test_a_recipe_takes_what_its_published_model_has_in_nvfp4(name):
     asked = {EXPERT, SHARED, DENSE, ATTENTION, LATENT, KV_B, *NEVER}
     assert {module for module in asked if recipe.takes(module)} == TAKES[name]
     assert recipe.weight_only == (name == "nvfp4-weight-only")
+    assert recipe.weight_scales == {"nvfp4-experts-mse": "mse", "nvfp4-experts-four-over-six": "four-over-six"}.get(
+        name, "max"
+    )
 
 
 def test_a_file_is_a_recipe_too_and_no_pattern_reaches_the_router(tmp_path):
@@ -54,6 +59,7 @@ WRONG = {
     "no patterns": ("name: x\nquantize: []\n", "wrong at quantize"),
     "no name": ("quantize: [a]\n", "wrong: the key name is missing"),
     "a KV cache": ("name: x\nquantize: [a]\nkv_cache: fp8\n", "kv_cache is not a known key"),
+    "scales that no search finds": ("name: x\nquantize: [a]\nweight_scales: min\n", "weight_scales"),
     "a list": ("- name: x\n", "wrong at its top"),
     "no YAML": ("name: [x\n", "not valid YAML: line 2"),
 }
