@@ -476,7 +476,7 @@ FACTS = {
             UNDECIDED,
             hint="captured",
             line="captured",
-            read=lambda spec: spec.captured,
+            path="captured",
             candidates=guesses,
             put=lambda spec, value: replace(spec, captured=value),
             rivals=neighbors,
@@ -488,7 +488,7 @@ FACTS = {
             "K162",
             hint="rope_theta",
             line="rope",
-            read=lambda spec: spec.rope.theta,
+            path="rope.theta",
             candidates=lambda config, hints, names: [
                 Candidate(DEFAULT_THETA, "the default of Qwen3Config"),
                 Candidate(BASES[-1], "vLLM's default for this family"),
@@ -502,7 +502,7 @@ FACTS = {
             "K501",
             hint="mask_token",
             line="block",
-            read=lambda spec: spec.mask,
+            path="mask",
             candidates=lambda config, hints, names: [
                 Candidate(None, "the id of the tokenizer's mask token, if it was trained with one"),
                 Candidate(config.get("vocab_size"), "what SGLang takes for it, if the tokenizer has no mask token"),
@@ -516,7 +516,7 @@ FACTS = {
             "K502",
             hint="sample_from_anchor",
             line="block",
-            read=lambda spec: spec.shift,
+            path="shift",
             candidates=lambda config, hints, names: [
                 Candidate(True, "DSpark: the anchor's slot predicts too"),
                 Candidate(False, "DFlash: the anchor's slot predicts nothing"),
@@ -530,7 +530,7 @@ FACTS = {
             TARGETS_DEPTH,
             hint="layers",
             line="layers",
-            read=lambda spec: spec.layers,
+            path="layers",
             candidates=lambda config, hints, names: [Candidate(stored_layers(names), "the number stored")],
         ),
     )

@@ -382,7 +382,7 @@ FACTS = {
             UNDECIDED,
             hint="captured",
             line="captured",
-            read=lambda spec: spec.captured,
+            path="captured",
             candidates=_captured,
             put=lambda spec, value: replace(spec, captured=value),
             rivals=neighbors,
@@ -394,7 +394,7 @@ FACTS = {
             "K162",
             hint="rope_theta",
             line="rope",
-            read=lambda spec: spec.rope.theta,
+            path="rope.theta",
             candidates=lambda config, hints, names: [
                 Candidate(DEFAULT_THETA, "the default of trainers and of LlamaConfig")
             ],
@@ -407,7 +407,7 @@ FACTS = {
             "K015",
             hint="norm_before_residual",
             line="norms",
-            read=lambda spec: spec.norms.before_residual,
+            path="norms.before_residual",
             candidates=lambda config, hints, names: [
                 Candidate(False, "the speculators library"),
                 Candidate(True, "vLLM"),
@@ -421,7 +421,7 @@ FACTS = {
             "K025",
             hint="mask_token",
             line="variant",
-            read=lambda spec: spec.mask,
+            path="mask",
             candidates=lambda config, hints, names: [
                 Candidate(None, "the id of the tokenizer's mask token, or of another that no text has")
             ],
@@ -434,7 +434,7 @@ FACTS = {
             TARGETS_DEPTH,
             hint="layers",
             line="layers",
-            read=lambda spec: spec.layers,
+            path="layers",
             candidates=lambda config, hints, names: [Candidate(stored_layers(names), "the number stored")],
         ),
     )

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Protocol
 
 from ..checkpoint.manifest import FactValue, Hints
@@ -64,7 +65,7 @@ class Fact:
         code: the rule about files that leave it open.
         hint: the field of `Hints` by which the user states it.
         line: the line of `kconv inspect` in which it stands.
-        read: takes its value from a spec.
+        path: its field of a spec, dotted.
         candidates: returns its possible values, for a config in the keys of `drafters.keys`.
         put: returns a spec with another value; None if no measurement can decide the fact.
         rivals: returns values to measure besides the candidates.
@@ -78,7 +79,7 @@ class Fact:
     code: str
     hint: str
     line: str
-    read: Callable[[Any], FactValue]
+    path: str
     candidates: Callable[[Config, Hints, Names], Sequence[Candidate]]
     put: Callable[[Any, Any], Any] | None = None
     rivals: Callable[[Any, Target], Sequence[FactValue]] = _no_rivals
@@ -91,6 +92,10 @@ class Fact:
     def option(self) -> str:
         """The option that states the fact."""
         return f"--{self.hint.replace('_', '-')}"
+
+    def read(self, spec: Spec) -> FactValue:
+        """Return its value from a spec."""
+        return attrgetter(self.path)(spec)
 
     def options(self, value: FactValue) -> str:
         """Return the option that states a value of the fact, as a user may copy it."""

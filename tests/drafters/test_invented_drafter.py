@@ -154,7 +154,7 @@ MOLE = Drafter(
     facts={
         "norm_first": Fact(
             "norm_first", "MOLE1", hint="norm_before_residual", line="states",
-            read=lambda spec: spec.norm_first,
+            path="norm_first",
             candidates=lambda *_: [Candidate(True, "the paper"), Candidate(False, "the code")],
             put=lambda spec, value: replace(spec, norm_first=value),
             stated=lambda config: config.get("norm_first") is not None,

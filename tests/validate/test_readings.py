@@ -141,7 +141,7 @@ def test_the_base_in_a_fix_is_the_measured_one_to_the_last_digit(theta):
 
 def test_a_new_open_fact_is_one_row(tmp_path, monkeypatch):
     fact = Fact(
-        "rms_norm_eps", "K999", hint="eps", line="norms", read=lambda spec: spec.eps,
+        "rms_norm_eps", "K999", hint="eps", line="norms", path="eps",
         candidates=lambda *_: [Candidate(1e-5, "Llama"), Candidate(2.5e-6, "nobody")],
         put=lambda spec, value: replace(spec, eps=value),
     )  # fmt: skip
