@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.formats import CONFIG_KEY, HEAD_SCALES, SIDE_FILE
-from ..checkpoint.header import TensorInfo
+from ..checkpoint.header import TensorInfo, byte_size
 from ..checkpoint.manifest import Hints
 from ..drafters.base import Drafter, Kind, Spec
 from ..drafters.captured import Captured
@@ -19,6 +19,7 @@ from ..drafters.facts import Fact, Undecided, find_undecided
 from ..drafters.slots import INTEGER, needs
 from ..engines import detect
 from ..engines.layout import Layout, Stored, ignorable, readable, unclaimed
+from ..engines.moves import Same, Stack
 from ..errors import (
     ConfigInvalid,
     ConfigUnsupported,
@@ -311,6 +312,24 @@ def _unpack(head: Head, row: Stored, info: TensorInfo) -> Iterator[torch.Tensor]
     # A scale is not a slot of the spec, and is never packed with others.
     shapes = [known[slot].shape if slot in known else info.shape for slot in row.slots]
     return iter(row.move.unpack(stored, shapes))
+
+
+def find_parts(spec: Spec, row: Stored, info: TensorInfo) -> dict[str, TensorInfo] | None:
+    """Return where each slot's bytes are inside a stored tensor; None if they do not lie there one after the other."""
+    if isinstance(row.move, Same):
+        return {row.slots[0]: info}
+    known = needs(spec)
+    # The scales of slots that were fused before they were quantized belong to all of them.
+    if not isinstance(row.move, Stack) or not known.keys() >= set(row.slots) or info.dtype not in FLOATS:
+        return None
+    shapes = [known[slot].shape for slot in row.slots]
+    if info.shape != row.move.stored_shape(shapes):
+        return None
+    found, begin = dict[str, TensorInfo](), info.begin
+    for slot, shape in zip(row.slots, shapes, strict=True):
+        found[slot] = info._replace(shape=shape, begin=begin, size=byte_size(info.dtype, shape))
+        begin += found[slot].size
+    return found
 
 
 def read_weights(head: Head) -> dict[str, torch.Tensor]:

@@ -11,12 +11,11 @@ from statistics import median
 
 from ..checkpoint.bytes import Look, Wanted
 from ..checkpoint.formats import FP8, FP8_BLOCKS, HEAD_SCALES, NVFP4, OF_HEADS, StoredFormat
-from ..checkpoint.header import TensorInfo, byte_size
+from ..checkpoint.header import TensorInfo
 from ..checkpoint.manifest import MANIFEST, hold, read_manifest, wanted_digests
 from ..convert.provenance import Origin
-from ..convert.read import Head, read_slot
+from ..convert.read import Head, find_parts, read_slot
 from ..drafters.slots import needs
-from ..engines.moves import Same, Stack
 from ..errors import KconvError
 from ..rule import Found
 from .report import Finding
@@ -189,16 +188,7 @@ def is_identical(output: Head, findings: list[Finding]) -> bool:
 def _part(head: Head, slot: str) -> TensorInfo | None:
     """Return where a slot's bytes are inside its tensor; None if its layout packs it in another way."""
     row, info = head.places[slot]
-    if isinstance(row.move, Same):
-        return info
-    known = needs(head.spec)
-    if not isinstance(row.move, Stack) or not known.keys() >= set(row.slots):
-        return None
-    shapes = [known[one].shape for one in row.slots]
-    place = row.slots.index(slot)
-    before = sum(byte_size(info.dtype, shape) for shape in shapes[:place])
-    size = byte_size(info.dtype, shapes[place])
-    return info._replace(shape=shapes[place], begin=info.begin + before, size=size)
+    return (find_parts(head.spec, row, info) or {}).get(slot)
 
 
 def _same_bits(source: Head, output: Head, slot: str, look: Look) -> bool:
