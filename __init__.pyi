@@ -12,6 +12,7 @@ from .errors import Problem as Problem
 from .operations.bench import Compared, Written
 from .operations.card import CardWritten
 from .operations.convert import Converted
+from .operations.diff import Diffed
 from .operations.env import Environment
 from .operations.generate import Generated
 from .operations.inspect import Inspected
@@ -81,6 +82,25 @@ def inspect(
         sample_from_anchor: sample_from_anchor of a DFlash drafter, if nothing says it.
         target: The target; its depth decides the default captured layers.
         target_layers: The target's depth, instead of --target.
+    """
+
+def diff(
+    a: _Path,
+    b: _Path,
+    *,
+    headers_only: bool = False,
+) -> Diffed:
+    """Show what differs between two drafters, A and B, of any family and in any two layouts.
+
+    The config is compared by meaning and key by key, tensors by slot: dtype, shape and bytes. If one of them cannot
+    be read, or their families differ, keys and tensors are compared by name. Keys that two layouts spell differently
+    are shown, but do not count. Engines whose verdicts on A and B differ are shown with the rules. Exit code 0: the
+    same drafter; 1: they differ.
+
+    Args:
+        a: A drafter: a folder or a Hub id.
+        b: The one to compare it with.
+        headers_only: Compare no bytes; read and download no weights.
     """
 
 def env(

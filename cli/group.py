@@ -45,6 +45,7 @@ OTHER_WORDS = {
     "check": ("validate", "verify"),
     "evaluate": ("bench", "validate"),
     "benchmark": ("bench",),
+    "cmp": ("diff", "compare"),
     "info": ("inspect",),
     "show": ("inspect",),
     "upload": ("publish",),
@@ -62,10 +63,6 @@ ANSWERS = {
     **dict.fromkeys(
         ("serve", "launch", "deploy", "start"),
         "An engine serves a head: run serve-vllm.sh TARGET, which kconv to-vllm writes beside it.",
-    ),
-    **dict.fromkeys(
-        ("diff", "cmp"),
-        "kconv validate HEAD --source OTHER compares two heads bit by bit; kconv compare compares their acceptance.",
     ),
 }
 

@@ -25,6 +25,7 @@ class Entry:
 OPERATIONS = {
     "tiny": Entry("tiny", "Tiny", "Try it", "Train a tiny Kimi-K2, and write texts for it."),
     "inspect": Entry("inspect", "Inspect", "Look", "Show what a checkpoint is, from its config and headers."),
+    "diff": Entry("diff", "Diff", "Look", "Show what differs between two drafters."),
     "env": Entry("env", "Env", "Look", "Show versions and the machine, for a bug report."),
     "vocab": Entry("vocab", "Vocab", "Look", "Examine a head's draft vocabulary, or change it."),
     "convert": Entry("convert", "Convert", "Convert", "Write a head in an engine's layout."),

@@ -90,7 +90,7 @@ def test_other_words_are_understood(word, names):
     assert set(names) <= COMMANDS.keys() and word not in COMMANDS
 
 
-@pytest.mark.parametrize("word, said", {"serve": "serve-vllm.sh TARGET", "diff": "validate HEAD --source"}.items())
+@pytest.mark.parametrize("word, said", {"serve": "serve-vllm.sh TARGET", "launch": "serve-vllm.sh TARGET"}.items())
 def test_what_no_command_does_is_answered_with_what_does_it(word, said):
     result = say(word, "head")
     assert result.exit_code == 2 and said in result.stderr and "mean" not in result.stderr

@@ -129,6 +129,7 @@ ABSENT = (
     "vocab head --target llama-3.1-8b",
     "quantize llama-3.1-8b out --recipe nvfp4 --input-scale data-free",
     "verify llama-3.1-8b",
+    "diff head llama-3.1-8b",
     "card llama-3.1-8b",
 )
 # A name, the command in the folder, its exit code, and what the message has to name.

@@ -33,7 +33,7 @@ def test_a_head_is_inspected_checked_converted_and_verified_without_torch(tmp_pa
         ran = run(refused, "to-sglang", source, out)
         assert ran.returncode == 0, ran.stderr
     assert (bare / "model.safetensors").read_bytes() == (full / "model.safetensors").read_bytes()
-    for step in (("inspect", source), ("validate", source, "--for", "vllm"), ("verify", bare)):
+    for step in (("inspect", source), ("validate", source, "--for", "vllm"), ("verify", bare), ("diff", source, bare)):
         without, with_all = run("torch modelopt transformers", *step), run("", *step)
         assert without.returncode == with_all.returncode and "Traceback" not in without.stderr
         assert without.stdout == with_all.stdout
