@@ -8,6 +8,11 @@
 #include <stdint.h>
 #include <string.h>
 
+/* GCC would leave half of a vector unused. */
+#if defined(__AVX512F__) && !defined(__clang__)
+#pragma GCC target("prefer-vector-width=512")
+#endif
+
 #define GROUP 16
 /* Blocks whose scales are made at a time: in the first cache, with what is read and written. */
 #define BATCH 64
@@ -15,6 +20,9 @@
 typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
+typedef float f32x8 __attribute__((vector_size(32)));
+typedef int32_t i32x8 __attribute__((vector_size(32)));
+typedef uint32_t u32x8 __attribute__((vector_size(32)));
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
 typedef uint16_t u16x8 __attribute__((vector_size(16)));
 typedef uint8_t u8x16 __attribute__((vector_size(16)));
@@ -231,3 +239,30 @@ enum { MAX, MSE, FOUR_OVER_SIX };
 
 PACK(nvfp4_pack_bf16, load_bf16, amax_bf16)
 PACK(nvfp4_pack_f32, load_f32, amax_f32)
+
+/* INT4: nibbles, two to a byte, the even column low, and a bf16 scale for each `per_scale` blocks. A value is
+   (nibble - 8) * scale, rounded to bf16. */
+void nvfp4_pack_int4(const uint8_t *halves, const uint16_t *bits, size_t blocks, size_t per_scale, float shared,
+                     int search, uint8_t *packed, uint8_t *scales) {
+    uint16_t values[BATCH * GROUP];
+    size_t left = per_scale;
+    for (size_t first = 0; first < blocks; first += BATCH) {
+        size_t count = blocks - first < BATCH ? blocks - first : BATCH;
+        for (size_t i = 0; i < count; i++) {
+            u8x8 narrow;
+            memcpy(&narrow, halves + (first + i) * (GROUP / 2), sizeof narrow);
+            uint32_t wide = (uint32_t)*bits << 16;
+            if (!--left) bits++, left = per_scale;
+            float scale;
+            memcpy(&scale, &wide, sizeof scale);
+            i32x8 pairs = __builtin_convertvector(narrow, i32x8);
+            u32x8 even = (u32x8)(__builtin_convertvector((pairs & 15) - 8, f32x8) * scale);
+            u32x8 odd = (u32x8)(__builtin_convertvector((pairs >> 4) - 8, f32x8) * scale);
+            even = (even + 0x7fff + (even >> 16 & 1)) >> 16;
+            odd = (odd + 0x7fff + (odd >> 16 & 1)) & 0xffff0000u;
+            even |= odd;
+            memcpy(values + i * GROUP, &even, sizeof even);
+        }
+        nvfp4_pack_bf16(values, count, shared, search, packed + first * (GROUP / 2), scales + first);
+    }
+}

@@ -28,7 +28,7 @@ from typing import Any, get_args
 
 import torch
 
-from ..checkpoint.formats import E2M1_MAX, E4M3_MAX, NVFP4
+from ..checkpoint.formats import E2M1_MAX, E4M3_MAX, NVFP4, Int4
 from ..checkpoint.staging import cache_root
 from .recipe import WeightScales
 
@@ -204,6 +204,9 @@ class NativePacker:
         for loop in self._loops.values():
             loop.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_float, ctypes.c_int, *[ctypes.c_void_p] * 2]
             loop.restype = None
+        self._int4 = library.nvfp4_pack_int4
+        self._int4.argtypes = [*[ctypes.c_void_p] * 2, *[ctypes.c_size_t] * 2, *self._loops[torch.float32].argtypes[2:]]
+        self._int4.restype = None
 
     def __call__(self, weight: torch.Tensor, weight_scale_2: float, scales: WeightScales = "max") -> Packed:
         # float16 and float64 become float32, in which ModelOpt also divides; of float64 it keeps more precision.
@@ -216,6 +219,24 @@ class NativePacker:
         )
         return Packed(nibbles, made.view(torch.float8_e4m3fn))
 
+    def pack_int4(
+        self, packed: torch.Tensor, scale: torch.Tensor, weight_scale_2: float, scales: WeightScales
+    ) -> Packed:
+        """Pack rows of an INT4 weight as if they were dequantized.
+
+        Args:
+            packed: I32 [rows, in/8], as stored.
+            scale: bf16 [rows, in/group], all finite; the group is a multiple of sixteen.
+        """
+        packed, scale, rows = packed.contiguous(), scale.contiguous(), packed.shape[0]
+        nibbles = torch.empty(rows, packed.shape[1] * 4, dtype=torch.uint8)
+        made = torch.empty(rows, packed.shape[1] * 8 // NVFP4.group, dtype=torch.uint8)
+        self._int4(
+            packed.data_ptr(), scale.data_ptr(), made.numel(), made.numel() // scale.numel(), weight_scale_2,
+            SEARCHES[scales], nibbles.data_ptr(), made.data_ptr(),
+        )  # fmt: skip
+        return Packed(nibbles, made.view(torch.float8_e4m3fn))
+
 
 @cache
 def fastest() -> Packer:
@@ -224,14 +245,25 @@ def fastest() -> Packer:
     if library is None:
         return pack_plain
     native = NativePacker(library)
-    return native if all(_agree(native, *case) for case in _trials()) else pack_plain
+    return native if all(_agree(native, *case) for case in _trials()) and _agree_in_int4(native) else pack_plain
 
 
 def _agree(packer: Packer, weight: torch.Tensor, weight_scale_2: float, scales: WeightScales) -> bool:
-    one, other = packer(weight, weight_scale_2, scales), pack_plain(weight, weight_scale_2, scales)
-    return torch.equal(one.weight, other.weight) and torch.equal(
-        one.weight_scale.view(torch.uint8), other.weight_scale.view(torch.uint8)
-    )
+    return _equal(packer(weight, weight_scale_2, scales), pack_plain(weight, weight_scale_2, scales))
+
+
+def _equal(one: Packed, other: Packed) -> bool:
+    scales = (packed.weight_scale.view(torch.uint8) for packed in (one, other))
+    return torch.equal(one.weight, other.weight) and torch.equal(*scales)
+
+
+def _agree_in_int4(native: NativePacker) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    packed = torch.randint(-(2**31), 2**31, (33, 20), generator=generator).int()
+    scale = torch.randn(33, 5, generator=generator).exp().mul(0.01).bfloat16()
+    plain = Int4().unpack({Int4.values: packed, Int4.scale: scale})
+    every: tuple[WeightScales, ...] = get_args(WeightScales)
+    return all(_equal(native.pack_int4(packed, scale, 1e-4, one), pack_plain(plain, 1e-4, one)) for one in every)
 
 
 def _trials() -> list[tuple[torch.Tensor, float, WeightScales]]:

@@ -30,7 +30,7 @@ from ..errors import TensorValue, WorkerFailed
 from ..strict import StrictModel
 from ..targets.weights import Seen, StoredWeight, unseen
 from .int4_to_nvfp4 import Int4Packer, amax_int4, fits
-from .pack import Packed, amax, pack, scale_2
+from .pack import NativePacker, Packed, amax, fastest, pack, scale_2
 from .plan import FusedGroup, Module, QuantizePlan, Unit
 from .recipe import WeightScales
 
@@ -168,9 +168,15 @@ def shared_scale(group: FusedGroup, seen: Seen = unseen) -> float:
 
 def pack_stored(weight: StoredWeight, weight_scale_2: float, scales: WeightScales = "max") -> Iterator[Packed]:
     """Yield a stored weight as NVFP4, in consecutive blocks of rows."""
-    if scales == "max" and fits(weight):
+    if not fits(weight):
+        yield from (pack(block, weight_scale_2, scales) for block in weight.blocks())
+    elif scales == "max":
         packer = Int4Packer(weight_scale_2)
         yield from (packer.pack(stored[Int4.values], stored[Int4.scale]) for stored in weight.stored())
+    elif isinstance(native := fastest(), NativePacker):
+        # Which scale a block gets depends on all its values, so that no table has it.
+        parts = ((stored[Int4.values], stored[Int4.scale]) for stored in weight.stored())
+        yield from (native.pack_int4(*part, weight_scale_2, scales) for part in parts)
     else:
         yield from (pack(block, weight_scale_2, scales) for block in weight.blocks())
 

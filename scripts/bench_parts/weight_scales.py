@@ -24,18 +24,20 @@ os.environ["OMP_NUM_THREADS"] = "1"
 from pydoc_data.topics import topics
 
 import torch
+from bench_parts.experts import make_source
 from bench_parts.page import closing, spread, write_section
 from real_parts.smollm import make_target
 
 import kconv
 from kconv.checkpoint.source import Folder
 from kconv.quantize.pack import NativePacker, fastest
-from kconv.quantize.recipe import WeightScales, load_recipe
+from kconv.quantize.recipe import Recipe, WeightScales, load_recipe
 from kconv.quantize.run import plan_target, quantize
 
 ROOT = Path(__file__).resolve().parents[2]
 METHODS = get_args(WeightScales)
-TOKENS = 512
+TOKENS, EXPERTS = 512, 6
+RECIPE = load_recipe("nvfp4").model_copy(update={"weight_only": True})
 
 
 def main() -> None:
@@ -53,20 +55,21 @@ def main() -> None:
         make_target(target.with_name("packages"), target)
     with tempfile.TemporaryDirectory(prefix="bench-weight-scales-") as name:
         folder, load = Path(name), os.getloadavg()[0]
-        seconds = time_all(target, folder, wish.pairs)
+        make_source(folder / "int4", EXPERTS)
+        from_int4 = time_all(folder / "int4", load_recipe("nvfp4-experts"), folder, wish.pairs)
+        seconds = time_all(target, RECIPE, folder, wish.pairs)
         texts = folder / "texts.jsonl"
         chosen = sorted(topics, key=lambda topic: len(topics[topic]))[-wish.texts :]
         texts.write_text("".join(json.dumps({"id": topic, "prompt": topics[topic]}) + "\n" for topic in chosen))
         found = {method: measure(folder / method, target, texts) for method in METHODS}
-    lines = report(found, seconds, load)
+    lines = report(found, seconds, from_int4, load)
     print("\n".join(lines))
     if wish.markdown:
         write_section("weight-scales", lines)
 
 
-def time_all(target: Path, folder: Path, pairs: int) -> dict[str, list[float]]:
+def time_all(target: Path, recipe: Recipe, folder: Path, pairs: int) -> dict[str, list[float]]:
     """Return the seconds of each method's quantizations, whose last outputs stay; one warms up."""
-    recipe = load_recipe("nvfp4").model_copy(update={"weight_only": True})
     seconds: dict[str, list[float]] = {method: [] for method in METHODS}
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     for pair in range(pairs + 1):
@@ -87,17 +90,24 @@ def measure(out: Path, target: Path, texts: Path) -> Any:
     return kconv.validate(str(out), source=str(target), prompts=str(texts), **lengths).figures
 
 
-def report(found: dict[str, Any], seconds: dict[str, list[float]], load: float) -> list[str]:
+def ratios(seconds: dict[str, list[float]], method: str) -> str:
+    """Return a method's times as multiples of max's, pair by pair."""
+    return spread([one / other for one, other in zip(seconds[method], seconds["max"], strict=True)])
+
+
+def report(
+    found: dict[str, Any], seconds: dict[str, list[float]], from_int4: dict[str, list[float]], load: float
+) -> list[str]:
     """Return the result as Markdown."""
     text = found["max"].perplexity
     rows = []
     for method, figures in found.items():
         noise, after = figures.noise, figures.perplexity
-        ratio = [one / other for one, other in zip(seconds[method], seconds["max"], strict=True)]
         rows.append(
             f"| {method} | {10 ** (-noise.median / 20):.2%} | {noise.median:.2f} dB | {noise.worst:.2f} dB "
             f"| {after.output:.3f} | {math.expm1(after.log_ratio):+.2%} ± {after.log_ratio_se:.2%} | {after.top1:.1%} "
-            f"| {statistics.median(seconds[method]):.2f} s | {spread(ratio)} |"
+            f"| {statistics.median(seconds[method]):.2f} s "
+            f"| {ratios(seconds, method)} | {ratios(from_int4, method)} |"
         )
     return [
         "## Searching for block scales",
@@ -105,11 +115,12 @@ def report(found: dict[str, Any], seconds: dict[str, list[float]], load: float) 
         f"SmolLM2-135M-Instruct (bf16, from a GGUF file of mostly Q4_1), every linear layer in NVFP4, activations as "
         f"they are. Perplexity of {text.tokens:,} tokens of {text.prompts} texts; the source's is {text.source:.3f}. "
         "Noise and signal over noise are those of the median tensor. Times of whole quantizations on one core, "
-        "alternating, with their ratio to max and its range.",
+        "alternating, with their ratio to max and its range; the last column is that of INT4 with Kimi-K2's expert "
+        f"shapes, {EXPERTS} experts, of which max is looked up in tables.",
         "",
         "| weight_scales | noise | signal over noise | at worst | perplexity | difference | same likeliest token "
-        "| time | times max |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| time | times max | from INT4 |",
+        "|---|---|---|---|---|---|---|---|---|---|",
         *rows,
         "",
         closing("bench weight-scales", load),

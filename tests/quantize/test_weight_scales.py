@@ -10,8 +10,10 @@ from modelopt.torch.quantization.nn.modules import tensor_quantizer
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor, e2m1_values
 from safetensors.torch import load_file
 from support.nvfp4_blocks import BLOCKS, PACKERS, random
+from support.quantized_targets import store_weight
 
 from kconv.checkpoint.manifest import verify
+from kconv.quantize import stream
 from kconv.quantize.pack import _pack_with_modelopt, amax, pack, scale_2, unpack
 from kconv.quantize.recipe import load_recipe
 from kconv.targets.weights import stored_weights
@@ -142,3 +144,15 @@ def test_a_recipe_searches_in_every_form_and_manifest_and_record_say_so(scales, 
     assert manifest.spec["recipe"]["weight_scales"] == scales == load_recipe(recipe).weight_scales
     step = next(step for step in manifest.tensors if step.output.name == f"{gate}.weight")
     assert step.reason.endswith(f", block scales by {scales}")
+
+
+@pytest.mark.parametrize("compiled", (True, False))
+@pytest.mark.parametrize("scales", PRESETS)
+def test_int4_is_searched_as_what_it_dequantizes_to(scales, compiled, tmp_path, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(stream, "fastest", lambda: PACKERS["torch"])
+    weight, whole = store_weight("int4", tmp_path)
+    shared = float(scale_2(amax(whole), scales))
+    parts, made = list(stream.pack_stored(weight, shared, scales)), PACKERS["torch"](whole, shared, scales)
+    assert torch.equal(torch.cat([part.weight for part in parts]), made.weight)
+    assert torch.equal(torch.cat([bits(part.weight_scale) for part in parts]), bits(made.weight_scale))
