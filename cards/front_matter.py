@@ -19,7 +19,7 @@ from ..engines.registry import engines_of
 from ..errors import KconvError
 from .evidence import Evidence
 from .target_card import TAGS as TARGET_TAGS
-from .target_card import is_target
+from .target_card import is_target, packed
 
 # Imported where needed: it loads an HTTP client, and unreadable files are refused without one.
 if TYPE_CHECKING:
@@ -115,7 +115,8 @@ def front_matter(evidence: Evidence, *, link: str, model_index: bool) -> str:
     facts = evidence.facts
     bases = [name for name in dict.fromkeys((facts.base_model, source_head(evidence))) if name]
     quantized = is_target(evidence.manifest)
-    tags = TARGET_TAGS if quantized else (evidence.drafter.name, *TAGS)
+    form = "compressed-tensors" if packed(evidence.manifest) else "modelopt"
+    tags = (*TARGET_TAGS, form) if quantized else (evidence.drafter.name, *TAGS)
     data = ModelCardData(
         language=list(facts.languages) or None,
         # The Hub offers to load a model with the stated library, and no library on its list loads a head.

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from ..checkpoint.formats import NVFP4_PACKED
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.source import HUB_ID
 from ..engines.base import Deployment
@@ -15,7 +16,7 @@ from ..validate.report import Report
 from .evidence import Evidence
 
 TARGET = "target"
-TAGS = ("nvfp4", "quantized", "modelopt")
+TAGS = ("nvfp4", "quantized")
 # The parts of a card about manifest and report that are always the same.
 REPEATED = ("target_made.jinja", "target_measured.jinja")
 TEMPLATE = "target.md.jinja"
@@ -26,6 +27,11 @@ MAX_GROWTH = 0.01
 def is_target(manifest: Manifest | None) -> bool:
     """Return whether a manifest is of a quantized target, not a head."""
     return manifest is not None and manifest.spec.get("kind") == TARGET
+
+
+def packed(manifest: Manifest | None) -> bool:
+    """Return whether a target is in compressed-tensors' form of NVFP4."""
+    return manifest is not None and manifest.layout == NVFP4_PACKED.form
 
 
 def base_model(evidence: Evidence) -> str:
@@ -62,7 +68,7 @@ def figures(evidence: Evidence) -> dict[str, Any]:
 def _commands(evidence: Evidence) -> Iterator[tuple[str, str]]:
     """Yield the title of each engine that kconv can name a command of, and that command."""
     for engine in engines():
-        if (launch := engine.launch) and launch.spread:
+        if (launch := engine.launch) and launch.spread and (launch.packed or not packed(evidence.manifest)):
             served = Deployment(evidence.name, None, None, evidence.own_code, launch.spread)
             yield engine.title, command(launch.words(served))
 

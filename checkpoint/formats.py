@@ -7,6 +7,7 @@ https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/export/quan
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -251,6 +252,7 @@ class Nvfp4(StoredFormat):
     title = "ModelOpt's NVFP4"
     form = "nvfp4"
     scale_2 = "weight_scale_2"
+    inputs = INPUT_SCALE
     mark = scale_2
     columns = 2
     group = 16
@@ -267,15 +269,26 @@ class Nvfp4(StoredFormat):
             # The low nibble of a byte holds the even column.
             self.values: FormatTensor(("U8",), lambda rows, columns: ((rows, columns // 2),), rows=1),
             self.scale: FormatTensor(("F8_E4M3",), lambda rows, columns: ((rows, ceil(columns / self.group)),), rows=1),
-            self.scale_2: FormatTensor(("F32",), _scalar),
-            INPUT_SCALE: _INPUT_SCALE,
+            self.scale_2: FormatTensor(("F32",), self.whole),
+            self.inputs: FormatTensor(("F32",), self.whole, is_needed=False),
         }
+
+    # The shapes of a scale of a whole module.
+    whole = staticmethod(_scalar)
+
+    def stored_scale(self, value: float) -> float:
+        """Return how a scale of a whole module is stored; from the stored one, the scale."""
+        return value
+
+    def block_scales(self, stored: Mapping[str, Tensor]) -> Tensor:
+        """Return what each block's values are multiplied by, float32."""
+        return stored[self.scale].float() * stored[self.scale_2]
 
     def unpack(self, stored: Mapping[str, Tensor]) -> Tensor:
         """See `StoredFormat.unpack`; float32."""
         packed, scale = stored[self.values], stored[self.scale]
         values = _pairs().to(packed.device)[packed.int()].view(*scale.shape, self.group)
-        return values.mul_((scale.float() * stored[self.scale_2]).unsqueeze(-1)).view(packed.shape[0], -1)
+        return values.mul_(self.block_scales(stored).unsqueeze(-1)).view(packed.shape[0], -1)
 
     @classmethod
     def from_config(cls, block: Mapping[str, Any], where: object) -> StoredFormat | None:
@@ -495,17 +508,96 @@ class Int4(StoredFormat):
         return cls(tuple(sizes))
 
 
-NVFP4, FP8, FP8_BLOCKS = Nvfp4(), Fp8(), Fp8Blocks()
+class Nvfp4Packed(Nvfp4):
+    """compressed-tensors' form of NVFP4: the same values and block scales, with reciprocals of a module's scales.
+
+    https://github.com/vllm-project/compressed-tensors/blob/0.17.0/src/compressed_tensors/entrypoints/convert/converters/modelopt_nvfp4.py
+    """
+
+    title = "compressed-tensors nvfp4-pack-quantized"
+    form = "nvfp4-pack-quantized"
+    values = Int4.values
+    scale_2 = "weight_global_scale"
+    inputs = "input_global_scale"
+    mark = scale_2
+    # compressed-tensors' own QuantizationArgs for weights, and what it states beside them for inputs.
+    numbers: ClassVar = {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "tensor_group",
+        "group_size": Nvfp4.group,
+        "symmetric": True,
+        "dynamic": False,
+        "scale_dtype": "torch.float8_e4m3fn",
+        "zp_dtype": "torch.float8_e4m3fn",
+    }
+    of_inputs: ClassVar = numbers | {"dynamic": "local", "observer": "static_minmax"}
+    # What a config group's `weights` must state.
+    demands = ("num_bits", "type", "strategy", "group_size", "symmetric", "dynamic")
+    beside = (inputs, "k_scale", "v_scale")
+
+    @staticmethod
+    def whole(rows: int, columns: int) -> tuple[Shape, ...]:
+        """See `Nvfp4.whole`; compressed-tensors and transformers build parameters with a dim."""
+        return (1,), ()
+
+    def stored_scale(self, value: float) -> float:
+        """See `Nvfp4.stored_scale`; the reciprocal, in float32 where it is stored."""
+        return 1.0 / value
+
+    def block_scales(self, stored: Mapping[str, Tensor]) -> Tensor:
+        """See `Nvfp4.block_scales`; a quotient, as compressed-tensors computes it."""
+        return stored[self.scale].float() / stored[self.scale_2]
+
+    def quantization_config(self, exclude: Sequence[str], *, weight_only: bool = False) -> dict[str, Any]:
+        """Return config.json's `quantization_config` as compressed-tensors writes it; see `StoredFormat`.
+
+        A pattern in `exclude`, which ends in `*`, becomes a regular expression.
+        """
+        ignore = [f"re:.*{re.escape(entry[:-1])}.*" if entry.endswith("*") else entry for entry in exclude]
+        inputs = None if weight_only else dict(self.of_inputs)
+        group = {"format": self.form, "input_activations": inputs, "output_activations": None, "targets": ["Linear"]}
+        return {
+            "config_groups": {"group_0": {**group, "weights": dict(self.numbers)}},
+            "format": self.form,
+            "ignore": ignore,
+            "kv_cache_scheme": None,
+            "quant_method": "compressed-tensors",
+            "quantization_status": "compressed",
+        }
+
+    @classmethod
+    def from_config(cls, block: Mapping[str, Any], where: object) -> StoredFormat | None:
+        if (block.get("quant_method"), block.get("format")) != ("compressed-tensors", cls.form):
+            return None
+        groups: Json = block.get("config_groups")
+        group: Json
+        for name, group in groups.items() if isinstance(groups, dict) else ():
+            weights: Json = group.get("weights") if isinstance(group, dict) else None
+            stated: dict[str, Json] = (
+                {key: weights.get(key) for key in cls.demands} if isinstance(weights, dict) else {}
+            )
+            if stated != {key: cls.numbers[key] for key in cls.demands}:
+                raise SourceFormatUnknown(
+                    f"{name} of this {cls.form} checkpoint has the weights {weights!r}, which are not NVFP4",
+                    where=where,
+                    fix="kconv reads e2m1 in groups of 16 with one scale for the whole tensor.",
+                )
+        return NVFP4_PACKED
+
+
+NVFP4, NVFP4_PACKED, FP8, FP8_BLOCKS = Nvfp4(), Nvfp4Packed(), Fp8(), Fp8Blocks()
 # The formats in which a head's linear layer is read; one that lacks another's mark comes after it.
 OF_HEADS: tuple[StoredFormat, ...] = (NVFP4, FP8_BLOCKS, FP8)
 # Suffixes of the scales that a head's linear layer may have.
 HEAD_SCALES = tuple(dict.fromkeys(suffix for format_ in OF_HEADS for suffix in format_.scales))
 # The formats in which a target is read.
-OF_TARGETS = (Int4, Fp8Blocks, Nvfp4)
+OF_TARGETS = (Int4, Fp8Blocks, Nvfp4, Nvfp4Packed)
 # Suffixes of the tensors that belong to a quantized weight and determine its numbers, but are not a module's "weight";
 # those of asymmetric and of reordered INT4 too, which kconv does not read.
+_FORMATS = (*OF_HEADS, Int4(), NVFP4_PACKED)
 ONLY_QUANTIZED = (
-    {suffix for format_ in (*OF_HEADS, Int4()) for suffix, tensor in format_.tensors.items() if tensor.is_needed}
+    {suffix for format_ in _FORMATS for suffix, tensor in format_.tensors.items() if tensor.is_needed}
     | {"weight_zero_point", "weight_g_idx"}
 ) - {StoredFormat.values}
 

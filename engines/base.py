@@ -185,6 +185,7 @@ class Launch:
         drafters: the families that it serves in this way.
         spread: the further words for a quantized target of Kimi-K2's size on eight GPUs; if empty, its card shows no
             command of this engine. The format needs no option: engines read config.json's quantization_config.
+        packed: whether it also reads that target in compressed-tensors' form of NVFP4.
     """
 
     words: Callable[[Deployment], list[Word]]
@@ -194,6 +195,7 @@ class Launch:
     unwritten: str = ""
     drafters: tuple[str, ...] = (EAGLE3.name,)
     spread: tuple[str, ...] = ()
+    packed: bool = False
 
     def text(self, spec: Spec, served: Deployment) -> str:
         """Return the file's content, for a drafter whose folder it is in."""

@@ -558,7 +558,15 @@ ENGINE = Engine(
     runners=(Runner("sglang", _in_sglang, _states),),
     packages=("sglang", "sglang_cpu"),
     captures=CAPTURES,
-    launch=Launch(_words, "serve-sglang.sh", _notes, drafters=tuple(FAMILIES), spread=("--tp-size", "8")),
+    launch=Launch(
+        _words,
+        "serve-sglang.sh",
+        _notes,
+        drafters=tuple(FAMILIES),
+        spread=("--tp-size", "8"),
+        # https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/layers/quantization/compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4.py
+        packed=True,
+    ),
     counters=Counters(
         marks="sglang:",
         metrics="/metrics",

@@ -396,7 +396,7 @@ ENGINE = Engine(
     sampling=Sampling(("/server_info",), {"TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS": ()}),
     latent_by_default=LATENT_BY_DEFAULT,
     rules=(*RULES, *dflash.TRTLLM_RULES),
-    shared_rules=("K158", "K163", "K182", "K192", "K211", "K410", "K425", "K433", "K434", "K441"),
+    shared_rules=("K158", "K163", "K182", "K192", "K211", "K410", "K425", "K433", "K434", "K436", "K441"),
     # It sizes o_proj, and the attention over a prompt, by the second key (__init__ in `MLA_MODULE`), and its own config
     # class has a default for both:
     # https://github.com/NVIDIA/TensorRT-LLM/blob/65b31db1b401d3752b8ebe7c29093cbfb6af04b7/tensorrt_llm/_torch/configs/deepseek_v3.py#L24-L25

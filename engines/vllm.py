@@ -619,6 +619,8 @@ ENGINE = Engine(
         drafters=tuple(METHODS),
         # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py#L725
         spread=("--tensor-parallel-size", "8"),
+        # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4.py
+        packed=True,
     ),
     # It shows its counters only if it speculates.
     counters=Counters("vllm:", "/metrics", "/version", read_counters, _count, lambda _: True),

@@ -62,6 +62,12 @@ def plan_in_memory(
             where=f"weight_scales in the recipe {recipe.name}",
             fix="Use kconv quantize with --backend stream, which finds the same scales.",
         )
+    if recipe.format != "modelopt":
+        raise RecipeInvalid(
+            f"ModelOpt does not write the format {recipe.format}",
+            where=f"format in the recipe {recipe.name}",
+            fix="Use kconv quantize with --backend stream.",
+        )
     said = "none"
     if mtp := sorted(mtp_roots(source.tensors, config.layers)):
         raise TargetInvalid(

@@ -12,9 +12,9 @@ from typing import Any
 
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import INDEX
-from ..checkpoint.formats import CONFIG_KEY, NVFP4, SIDE_FILE
+from ..checkpoint.formats import CONFIG_KEY, NVFP4, NVFP4_PACKED, SIDE_FILE
 from ..checkpoint.manifest import MANIFEST, FileRecord, Manifest, Parameters
-from .plan import QuantizePlan, exclude_modules
+from .plan import ROUTER, QuantizePlan, exclude_modules
 from .stream import Workplace
 
 # Files that are written again, or describe only the source's weights.
@@ -43,7 +43,7 @@ def write_beside(plan: QuantizePlan, folder: Path, weight_map: dict[str, str], s
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
     return [
         *(_copy(file, folder) for file in copied_files(plan.source.folder)),
-        _write(folder / SIDE_FILE, side),
+        *([_write(folder / SIDE_FILE, side)] if side else []),
         _write(folder / INDEX, index),
         _write(folder / "config.json", config),
     ]
@@ -64,8 +64,8 @@ def bytes_needed(plan: QuantizePlan, place: Workplace | None = None) -> int:
     return left + sum(file.stat().st_size for file in copied_files(plan.source.folder))
 
 
-def quantized_config(plan: QuantizePlan) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return config.json and hf_quant_config.json of the output."""
+def quantized_config(plan: QuantizePlan) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return config.json and hf_quant_config.json of the output; the second is ModelOpt's alone."""
     config = copy.deepcopy(plan.source.config)
     text = config.get("text_config")
     for part in (config, text):
@@ -75,9 +75,12 @@ def quantized_config(plan: QuantizePlan) -> tuple[dict[str, Any], dict[str, Any]
     if isinstance(text, dict) and text.get("model_type") in TEXT_MODEL_TYPES:
         text["model_type"] = TEXT_MODEL_TYPES[text["model_type"]]
     excludes = exclude_modules(plan.linear, {module.name for module in plan.modules}, plan.mtp)
+    if plan.recipe.stored == NVFP4_PACKED:
+        # Its target is each Linear, and of some families' routers that is the class.
+        excludes += [module for module in plan.linear if module.endswith(ROUTER)]
     said = {"weight_only": plan.recipe.weight_only, "exclude": excludes}
-    config[CONFIG_KEY] = NVFP4.quantization_config(**said)
-    return config, NVFP4.hf_quant_config(**said)
+    config[CONFIG_KEY] = plan.recipe.stored.quantization_config(**said)
+    return config, NVFP4.hf_quant_config(**said) if plan.recipe.stored == NVFP4 else None
 
 
 def _copy(file: Path, folder: Path) -> FileRecord:
@@ -107,7 +110,7 @@ def write_manifest(
         source=plan.source.source,
         source_config=file_digest(plan.source.folder / "config.json"),
         source_layout=plan.form,
-        layout="nvfp4",
+        layout=plan.recipe.stored.form,
         spec={
             "kind": "target",
             "recipe": plan.recipe.model_dump(mode="json"),

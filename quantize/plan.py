@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from ..checkpoint.folder import Checkpoint
-from ..checkpoint.formats import INPUT_SCALE, NVFP4, fused_group
+from ..checkpoint.formats import NVFP4, Nvfp4, fused_group
 from ..checkpoint.header import TensorInfo, byte_size
 from ..errors import RecipeInvalid, TargetInvalid, TensorShape
 from ..targets.config import TargetConfig
@@ -145,7 +145,7 @@ def plan_quantize(
 ) -> QuantizePlan:
     """Decide what becomes of each tensor; an output file has about `shard` bytes."""
     format_ = read_format(source, config)
-    if format_ == NVFP4:
+    if isinstance(format_, Nvfp4):
         raise RecipeInvalid(
             f"{source.folder.name} is already NVFP4", where=source.folder, fix="Pass the target that it was made from."
         )
@@ -162,7 +162,7 @@ def plan_quantize(
     for weight in chosen.values():
         _check_dims(weight)
     scales = {} if recipe.weight_only else inputs.scales(chosen)
-    modules = {name: Module(name, weight, scales.get(name)) for name, weight in chosen.items()}
+    modules = {name: Module(name, weight, scales.get(name), recipe.stored) for name, weight in chosen.items()}
     form = format_.form if format_ else Plain.form
     units = cut_units(stored, modules, shard, recipe.weight_scales)
     return QuantizePlan(source, config, form, recipe, inputs, units, tuple(linear))
@@ -232,18 +232,20 @@ class Module:
     Attributes:
         name: on disk, e.g. "model.layers.1.mlp.experts.0.up_proj".
         input_scale: of its activations; None if they stay bf16.
+        format: whose names its tensors have.
     """
 
     name: str
     weight: StoredWeight
     input_scale: float | None
+    format: Nvfp4 = NVFP4
 
     @cached_property
     def outputs(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Dtype and shape of each of its output tensors, by name."""
-        found = NVFP4.written(self.name, self.weight.shape)
+        found = self.format.written(self.name, self.weight.shape)
         if self.input_scale is None:
-            del found[f"{self.name}.{INPUT_SCALE}"]
+            del found[f"{self.name}.{self.format.inputs}"]
         return found
 
 
@@ -374,6 +376,7 @@ def _fuse(modules: dict[str, Module], weight_scales: WeightScales) -> dict[str, 
 # The parts of a decoder layer that engines build separately, with the modules that each may contain.
 PARTS = ("self_attn", "mlp.shared_experts", "mlp.experts", "mlp")
 LAYER = re.compile(r"(?P<layer>.*model\.layers\.(?P<index>\d+))\.(?P<rest>.+)", re.DOTALL)
+ROUTER = ".mlp.gate"
 # Parts of a multimodal target that are not text.
 OTHERS = ("mm_projector", "vision_tower")
 
@@ -397,7 +400,7 @@ def exclude_modules(linear: Iterable[str], quantized: Collection[str], mtp: Sequ
         if found:
             part = next((p for p in PARTS if found["rest"].startswith(f"{p}.")), "")
             # The router is a separate module, which no engine looks up here.
-            if not found["rest"].endswith("mlp.gate"):
+            if not module.endswith(ROUTER):
                 parts.setdefault(f"{found['layer']}.{part}" if part else module, []).append(module)
         else:
             entries[_root(module)] = None

@@ -14,6 +14,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from ..checkpoint.formats import NVFP4, NVFP4_PACKED, Nvfp4
 from ..checkpoint.schema import MAX_YAML, check_values, parse_yaml, read_bounded
 from ..errors import RecipeInvalid
 from ..strict import StrictModel
@@ -24,6 +25,8 @@ NEVER = ("model.embed_tokens", "lm_head", "model.layers.*.mlp.gate", "*.eh_proj"
 
 # How block scales are chosen; pack.py computes them.
 WeightScales = Literal["max", "mse", "four-over-six"]
+# Whose names and config the output has.
+FORMATS = {"modelopt": NVFP4, "compressed-tensors": NVFP4_PACKED}
 
 
 class Recipe(StrictModel):
@@ -37,6 +40,7 @@ class Recipe(StrictModel):
         weight_only: whether activations stay bf16 (W4A16), and no module has an input_scale.
         weight_scales: how block scales are chosen: from the largest magnitude of a block (max), or by the least squared
             error among all e4m3 numbers (mse) or two (four-over-six).
+        format: whose names and config the output has; the numbers are the same.
     """
 
     name: str = Field(min_length=1)
@@ -45,6 +49,12 @@ class Recipe(StrictModel):
     keep: tuple[str, ...] = ()
     weight_only: bool = False
     weight_scales: WeightScales = "max"
+    format: Literal["modelopt", "compressed-tensors"] = "modelopt"
+
+    @property
+    def stored(self) -> Nvfp4:
+        """The format of the output."""
+        return FORMATS[self.format]
 
     def takes(self, module: str, *, below: str = "") -> bool:
         """Return whether a module becomes NVFP4, by its name in the text model; `below` is its MTP layer, if any."""

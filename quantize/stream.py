@@ -19,7 +19,7 @@ import torch
 from blake3 import blake3
 
 from ..checkpoint.bytes import Entry, stream, write_safetensors
-from ..checkpoint.formats import INPUT_SCALE, NVFP4, Int4
+from ..checkpoint.formats import Int4
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.manifest import Action, FileRecord, StepRecord, TensorRecord
 from ..checkpoint.schema import load_json
@@ -193,11 +193,12 @@ class _Job:
 
     def entries(self) -> list[Entry]:
         """Return one entry for each tensor of the module."""
+        form = self.module.format
         makers = {
-            NVFP4.values: self._weight,
-            NVFP4.scale: self._weight_scale,
-            NVFP4.scale_2: lambda: _scalar(self.scale),
-            INPUT_SCALE: lambda: _scalar(self.module.input_scale),
+            form.values: self._weight,
+            form.scale: self._weight_scale,
+            form.scale_2: lambda: _scalar(form.stored_scale(self.scale)),
+            form.inputs: lambda: _scalar(form.stored_scale(self.module.input_scale or 1.0)),
         }
         return [
             Entry(name, dtype, shape, makers[name.removeprefix(f"{self.module.name}.")])
@@ -222,7 +223,7 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _scalar(value: float | None) -> list[memoryview]:
+def _scalar(value: float) -> list[memoryview]:
     return [_bytes(torch.tensor([value], dtype=torch.float32))]
 
 
@@ -277,9 +278,10 @@ def _origins(unit: Unit, inputs: str) -> dict[str, Origin]:
         searched = "" if group.weight_scales == "max" else f", block scales by {group.weight_scales}"
         for name in module.outputs:
             suffix = name.removeprefix(f"{module.name}.")
-            sources = module.weight.infos if suffix == NVFP4.values else ()
-            reasons = {NVFP4.values: f"NVFP4 of {module.weight.form}{searched}", INPUT_SCALE: inputs}
-            action: Action = "added" if suffix == INPUT_SCALE else "quantized"
+            form = module.format
+            sources = module.weight.infos if suffix == form.values else ()
+            reasons = {form.values: f"NVFP4 of {module.weight.form}{searched}", form.inputs: inputs}
+            action: Action = "added" if suffix == form.inputs else "quantized"
             found[name] = (action, sources, reasons.get(suffix, "with its weight"))
     for weight in unit.dequantized:
         found[weight.name] = ("dequantized", weight.infos, f"{weight.form} cannot be combined with NVFP4")

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..checkpoint import formats
 from ..checkpoint.folder import Checkpoint
-from ..checkpoint.formats import INPUT_SCALE, fused_group
+from ..checkpoint.formats import fused_group
 from ..checkpoint.source import Source
 from ..checkpoint.tensors import read_rows, read_tensor
 from ..drafters.attention import rms_norm
@@ -35,6 +36,8 @@ from .options import ValidateOptions
 Say = Callable[[str], None]
 PRECISION = "float32, on dequantized weights; inputs of NVFP4 linear layers rounded by their input_scale"
 EXPERT = re.compile(r"\.experts\.\d+\.")
+# By the suffix of a scale of the input.
+FORMATS = {format_.inputs: format_ for format_ in (formats.NVFP4, formats.NVFP4_PACKED)}
 
 
 @dataclass(frozen=True)
@@ -118,9 +121,10 @@ class RoundedInputs(LayerLinears):
         self._scales: dict[str, float] = {}
         for name in target.tensors:
             module, _, suffix = name.removeprefix(prefix).rpartition(".")
-            if suffix == INPUT_SCALE and module.startswith(f"{layer}."):
+            format_ = FORMATS.get(suffix)
+            if format_ and module.startswith(f"{layer}."):
                 group = _shared(module)
-                scale = float(read_tensor(target.tensors[name]))
+                scale = format_.stored_scale(float(read_tensor(target.tensors[name])))
                 self._scales[group] = max(scale, self._scales.get(group, 0.0))
 
     def see(self, group: str, x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 
 from ..checkpoint.bytes import digest
 from ..checkpoint.folder import Checkpoint
-from ..checkpoint.formats import NVFP4
+from ..checkpoint.formats import NVFP4, NVFP4_PACKED
 from ..drafters.rope_keys import read_rope
 from ..errors import KconvError
 from ..measure.figures import NoiseFigures
@@ -29,6 +29,8 @@ from ..targets.weights import Plain, StoredWeight, stored_weights
 from .report import Finding
 from .rules.comparisons import FLOOR, RULE
 
+# The forms of NVFP4.
+FORMS = (NVFP4.form, NVFP4_PACKED.form)
 # Each key of the text model that affects a number, with the meaning of its absence for every reader; None if readers
 # differ, or fail. An exporter may write such a value explicitly, or omit it.
 # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/deepseek_v2.py#L305-L387
@@ -127,7 +129,7 @@ def check_quantized(
         mine, its = ours[name], theirs[name]
         if mine.shape != its.shape:
             findings.append(_absent(name, f"is {list(mine.shape)}, but the source's is {list(its.shape)}"))
-        elif mine.form == NVFP4.form != its.form:
+        elif mine.form in FORMS and its.form not in FORMS:
             noise[name] = signal_to_noise(its, mine)
             if not noise[name] >= FLOOR:
                 least = f"rounding to {NVFP4.name} leaves at least {FLOOR} dB"

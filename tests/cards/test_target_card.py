@@ -110,6 +110,16 @@ def test_its_commands_name_a_target_of_any_name(made, tmp_path, name, own_code):
     ]
 
 
+def test_a_card_of_compressed_tensors_form_says_so_and_names_the_engines_that_read_it(made, tmp_path):
+    shutil.copytree(made / "nvfp4", tmp_path / "target")
+    manifest = json.loads((tmp_path / "target" / "kconv.json").read_text())
+    (tmp_path / "target" / "kconv.json").write_text(json.dumps(manifest | {"layout": "nvfp4-pack-quantized"}))
+    before, after = (make_card(gather(folder, None, Facts())).text for folder in (made / "nvfp4", tmp_path / "target"))
+    assert "trtllm-serve" in before and "modelopt" in ModelCard(before).data.tags
+    assert "trtllm-serve" not in after and "vllm serve" in after and "sglang.launch_server" in after
+    assert {"compressed-tensors", "nvfp4"} <= set(ModelCard(after).data.tags)
+
+
 def test_a_quantized_target_is_trusted_with_code_of_its_own_alone(made, tmp_path):
     shutil.copytree(made / "nvfp4", tmp_path / "target")
     config = json.loads((tmp_path / "target" / "config.json").read_text())

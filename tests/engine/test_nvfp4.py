@@ -15,9 +15,12 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
+from support.families import write_target
 from support.quantized_targets import make_form, with_plain_experts
 
+import kconv.quantize
 from kconv.cli import main
 from kconv.engines.base import Serving
 from kconv.engines.vllm import environment
@@ -26,6 +29,7 @@ from kconv.tiny.text import read_corpus
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
+QUANTIZE = Path(kconv.quantize.__file__).parent
 READER = Path(__file__).parent.parent / "support" / "vllm_logprobs.py"
 PROMPTS, TOKENS = 24, 128
 
@@ -44,9 +48,8 @@ def quantized(source, tmp_path_factory) -> Path:
     return out
 
 
-def test_perplexity_in_vllm_is_within_half_a_percent_of_the_sources(engine_python, source, quantized, tmp_path):
-    tokenizer = load_tokenizer(source)
-    texts = [text for text in read_corpus().held_out if len(text) > 300][:PROMPTS]
+def ask(engine_python, source, folder, models, prompts):
+    """Return the log probabilities of each model's prompts, by its name, and what vLLM printed."""
     request = {
         "llm": {
             "dtype": "bfloat16",
@@ -54,22 +57,30 @@ def test_perplexity_in_vllm_is_within_half_a_percent_of_the_sources(engine_pytho
             "max_model_len": 256,
             "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
         },
-        "prompts": [tokenizer.encode(text)[:TOKENS] for text in texts],
-        "models": {"source": str(source), "output": str(with_plain_experts(quantized, tmp_path / "dense"))},
+        "prompts": prompts,
+        "models": models,
     }
-    (tmp_path / "request.json").write_text(json.dumps(request))
+    (folder / "request.json").write_text(json.dumps(request))
     done = subprocess.run(
-        [engine_python, READER, tmp_path / "request.json", tmp_path / "answer.json"],
+        [engine_python, READER, folder / "request.json", folder / "answer.json"],
         env=os.environ | environment(Serving(engine_python, source)) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-        cwd=tmp_path,
+        cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
     assert done.returncode == 0, done.stdout[-3000:]
-    plain, packed = done.stdout.split("== MODEL ")[1:]
+    return json.loads((folder / "answer.json").read_text()), done.stdout
+
+
+def test_perplexity_in_vllm_is_within_half_a_percent_of_the_sources(engine_python, source, quantized, tmp_path):
+    tokenizer = load_tokenizer(source)
+    texts = [text for text in read_corpus().held_out if len(text) > 300][:PROMPTS]
+    models = {"source": str(source), "output": str(with_plain_experts(quantized, tmp_path / "dense"))}
+    prompts = [tokenizer.encode(text)[:TOKENS] for text in texts]
+    answer, printed = ask(engine_python, source, tmp_path, models, prompts)
+    plain, packed = printed.split("== MODEL ")[1:]
     assert "NVFP4 GEMM" not in plain and "Using EmulationNvFp4LinearKernel for NVFP4 GEMM" in packed
-    answer = json.loads((tmp_path / "answer.json").read_text())
     before, after = ([-x for x in chain(*answer[name])] for name in ("source", "output"))
     assert len(before) == len(after) > PROMPTS * TOKENS // 2
     # It is another computation, place by place, of the same likelihood.
@@ -78,3 +89,22 @@ def test_perplexity_in_vllm_is_within_half_a_percent_of_the_sources(engine_pytho
     perplexities = [math.exp(sum(losses) / len(losses)) for losses in (before, after)]
     print(f"\nperplexity {perplexities[0]:.3f}, in NVFP4 {perplexities[1]:.3f}")
     assert abs(perplexities[1] / perplexities[0] - 1) < 0.005, perplexities
+
+
+def test_compressed_tensors_form_is_read_as_the_same_model(engine_python, tiny_target, tmp_path):
+    """A dense target: vLLM's NVFP4 experts are not for a CPU in this form either."""
+    source = write_target(tmp_path / "llama", "llama", tiny_target, None)
+    recipe = (QUANTIZE / "recipes" / "nvfp4.yaml").read_text()
+    (tmp_path / "packed.yaml").write_text(f"{recipe}format: compressed-tensors\n")
+    for out, name in (("modelopt", "nvfp4"), ("packed", tmp_path / "packed.yaml")):
+        words = ["quantize", source, tmp_path / out, "--recipe", name, "--input-scale", "data-free"]
+        done = CliRunner().invoke(main, [str(word) for word in words])
+        assert done.exit_code == 0, done.output
+    tokenizer = load_tokenizer(source)
+    texts = [text for text in read_corpus().held_out if len(text) > 300][:8]
+    models = {name: str(tmp_path / name) for name in ("llama", "modelopt", "packed")}
+    answer, printed = ask(engine_python, source, tmp_path, models, [tokenizer.encode(t)[:TOKENS] for t in texts])
+    assert "quantization=modelopt" in printed and "quantization=compressed-tensors" in printed.split("== MODEL ")[3]
+    plain, theirs, ours = (torch.tensor([*chain(*answer[name])]) for name in models)
+    # The scales of a whole module are reciprocals, so that the last bit of few weights differs.
+    assert (ours - theirs).abs().mean() < 0.05 * (theirs - plain).abs().mean()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from compressed_tensors.entrypoints.convert.converters.modelopt_nvfp4 import ModelOptNvfp4Converter
 from safetensors.torch import load_file, save_file
 
 Json, Tensors = dict[str, Any], dict[str, torch.Tensor]
@@ -102,6 +104,16 @@ def block(**keys: Any) -> Change:
 
 def side_block(**keys: Any) -> Change:
     return lambda config, tensors, side: side["quantization"].update(keys)
+
+
+def to_compressed_tensors(config: Json, tensors: Tensors, side: Json) -> None:
+    """As compressed-tensors' own converter does it; no entry with a wildcard keeps its meaning."""
+    modules = [name.removesuffix(".weight_scale_2") for name in tensors if name.endswith(".weight_scale_2")]
+    ModelOptNvfp4Converter(targets=modules).process(tensors)
+    entries = ["re:.*" + re.escape(entry.rstrip("*")) for entry in config["quantization_config"]["ignore"]]
+    block = ModelOptNvfp4Converter(targets=["Linear"]).create_config().model_dump(mode="json")
+    config["quantization_config"] = block | {"ignore": entries}
+    side.clear()
 
 
 def both(*changes: Change) -> Change:
@@ -248,6 +260,7 @@ FAULTS = (
     TargetFault("an MTP layer where only Qwen3-Next's is read", "K429", move_mtp("mtp.layers.0"), mtp=True),
     TargetFault("an MTP layer without its projection", "K429", drop(f"{MTP}.eh_proj.weight"), mtp=True),
     TargetFault("an MTP layer in NVFP4", "K412", pack(f"{MTP}.mlp.shared_experts.up_proj"), mtp=True),
+    TargetFault("compressed-tensors' form", "K436", to_compressed_tensors),
     TargetFault("an MTP layer not excluded", "K435", exclude_mtp_by(), mtp=True),
     TargetFault("an MTP layer excluded by its tensors' names", "K435",
                 exclude_mtp_by("eh_proj", "mlp*", "self_attn*", "shared_head.head"), mtp=True),

@@ -4,6 +4,7 @@ import json
 from fnmatch import fnmatchcase
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.heads import linear_modules
@@ -12,12 +13,18 @@ from support.quantized_targets import make_form
 from support.target_faults import (
     FAULTS,
     FP8_KV,
+    GATE,
     K_SCALE,
+    UP,
     V_SCALE,
     block,
     both,
+    drop,
+    edit,
     excludes,
+    fill,
     kv_scale,
+    to_compressed_tensors,
     write_changed,
 )
 from support.validated import validate
@@ -115,6 +122,25 @@ def test_of_another_good_target_nothing_is_said_but_to_know(change, wrapped, sai
     found = check(write_changed(good(wrapped=wrapped), tmp_path / "target", change))
     assert {finding.rule for finding in found} == said
     assert all(finding.severity == "note" for finding in found)
+
+
+def leave(name):
+    return lambda config, tensors, side: tensors.update({name: torch.ones(1)})
+
+
+PACKED_FAULTS = {
+    "a scale is gone": (drop(f"{UP}.weight_global_scale"), {"K402"}),
+    "gate and up differ": (edit(f"{UP}.weight_global_scale", lambda scale: scale * 2), {"K440"}),
+    "a scale is zero": (both(*(fill(f"{part}.weight_global_scale", 0.0) for part in (UP, GATE))), {"K442"}),
+    "no scale of an input": (drop(f"{UP}.input_global_scale"), {"K401"}),
+    "a scale of ModelOpt's beside": (leave(f"{UP}.weight_scale_2"), {"K409"}),
+}
+
+
+@pytest.mark.parametrize("change, said", PACKED_FAULTS.values(), ids=PACKED_FAULTS)
+def test_the_tensors_of_compressed_tensors_form_are_checked_too(change, said, good, tmp_path):
+    folder = write_changed(good(), tmp_path / "target", both(to_compressed_tensors, change))
+    assert {finding.rule for finding in check(folder)} == said | {"K436"}
 
 
 @pytest.mark.parametrize("form", ["bf16", "int4", "fp8"])

@@ -7,14 +7,13 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from ...checkpoint.bytes import stream
-from ...checkpoint.formats import INPUT_SCALE, NVFP4, ONLY_QUANTIZED, fused_group, is_scale
+from ...checkpoint.formats import NVFP4, ONLY_QUANTIZED, fused_group, is_scale
 from ...checkpoint.header import TensorInfo
 from ...rule import Found, Rule
 from .subject import ENGINES, concerned
 from .target import FLOATS, VALUES, TargetSubject
 
 AGAIN = "Quantize the target again."
-SCALARS = (NVFP4.scale_2, INPUT_SCALE)
 # Modules that no engine reads packed, by the end of their names.
 NEVER = (".mlp.gate", "embed_tokens", ".eh_proj", "mtp.fc")
 # The width of a module's input, by the last part of its name, in the config's own keys; `*` multiplies.
@@ -26,14 +25,11 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-# The ends of names that only another quantized format has.
-LEFT = tuple(f".{suffix}" for suffix in ONLY_QUANTIZED if suffix not in NVFP4.tensors)
-
-
 def input_scale_missing(subject: TargetSubject) -> Iterator[Found]:
     if not subject.weight_only:
-        lacking = [base for base, parts in subject.packed.items() if INPUT_SCALE not in parts]
-        yield from _first(lacking, "has no input_scale")
+        name = subject.format.inputs
+        lacking = [base for base, parts in subject.packed.items() if name not in parts]
+        yield from _first(lacking, f"has no {name}")
 
 
 def _parts(subject: TargetSubject, kind: str) -> Iterator[Found]:
@@ -44,7 +40,7 @@ def _parts(subject: TargetSubject, kind: str) -> Iterator[Found]:
 def packed_width(subject: TargetSubject) -> Iterator[Found]:
     text = subject.config.get("text_config", subject.config)
     for base, parts in subject.packed.items():
-        weight, keys = parts.get(NVFP4.values), COLUMNS.get(base.rpartition(".")[2])
+        weight, keys = parts.get(subject.format.values), COLUMNS.get(base.rpartition(".")[2])
         if weight is None or keys is None or weight.dtype != VALUES:
             continue
         columns = 1
@@ -76,7 +72,8 @@ def lm_head_quantized(subject: TargetSubject) -> Iterator[Found]:
 
 def other_format_left(subject: TargetSubject) -> Iterator[Found]:
     if subject.is_nvfp4:
-        left = [name for name in subject.tensors if name.endswith(LEFT)]
+        foreign = tuple(f".{suffix}" for suffix in ONLY_QUANTIZED if suffix not in subject.format.tensors)
+        left = [name for name in subject.tensors if name.endswith(foreign)]
         yield from _first(left, "belongs to another quantized format")
 
 
@@ -129,10 +126,10 @@ DATA_FREE = 1.0  # the input_scale of a target that was not calibrated
 
 
 def scale_value(subject: TargetSubject) -> Iterator[Found]:
-    for suffix in SCALARS:
+    for suffix in (subject.format.scale_2, subject.format.inputs):
         for info in parts_of(subject, suffix):
             value = _scalar(info)
-            if value is not None and not is_scale(value):
+            if value is not None and not (value and is_scale(subject.format.stored_scale(value))):
                 yield Found(info.name, f"is {value:g}")
 
 
@@ -154,15 +151,16 @@ def block_scale_value(subject: TargetSubject) -> Iterator[Found]:
 def input_scale_beyond_norm(subject: TargetSubject) -> Iterator[Found]:
     from ...quantize.calibration import beyond_norms
 
-    scales = {info.name: _scalar(info) for info in parts_of(subject, INPUT_SCALE)}
+    suffix = subject.format.inputs
+    scales = {info.name: _scalar(info) for info in parts_of(subject, suffix)}
     amaxes = {
-        name.removesuffix(f".{INPUT_SCALE}"): scale * NVFP4.largest
+        name.removesuffix(f".{suffix}"): subject.format.stored_scale(scale) * NVFP4.largest
         for name, scale in scales.items()
-        if scale is not None and scale != DATA_FREE
+        if scale and scale != DATA_FREE
     }
     for beyond in beyond_norms(amaxes, subject.tensors):
         yield Found(
-            f"{beyond.module}.{INPUT_SCALE}",
+            f"{beyond.module}.{suffix}",
             f"implies an amax of {beyond.amax:g}, but {beyond.norm} reaches at most {beyond.bound:g}",
         )
 
@@ -297,7 +295,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         fix="Quantize the target again. kconv quantize gives q/k/v, q_a/kv_a and gate/up one scale.",
         seen_in=FUSED,
         values=True,
-        check=lambda s: _unequal(s, NVFP4.scale_2),
+        check=lambda s: _unequal(s, s.format.scale_2),
     ),
     Rule(
         "K441",
@@ -307,7 +305,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         fix="Calibrate again, with one amax for modules that read the same input.",
         engines=concerned("K441"),
         values=True,
-        check=lambda s: _unequal(s, INPUT_SCALE),
+        check=lambda s: _unequal(s, s.format.inputs),
     ),
     Rule(
         "K442",

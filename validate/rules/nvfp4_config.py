@@ -24,7 +24,7 @@ def stale_text_block(subject: TargetSubject) -> Iterator[Found]:
 
 
 def algorithm_unknown(subject: TargetSubject) -> Iterator[Found]:
-    if not subject.packed:
+    if not subject.modelopt:
         return
     for where, block in (("config.json", subject.root_block), (SIDE_FILE, subject.side)):
         if not block:
@@ -60,12 +60,12 @@ def side_file_differs(subject: TargetSubject) -> Iterator[Found]:
 
 def kv_scheme_unknown(subject: TargetSubject) -> Iterator[Found]:
     for where, block in ((f"config.json: {CONFIG_KEY}", subject.root_block), (SIDE_FILE, subject.side)):
-        if subject.packed and _kv(block) not in ("FP8", "none"):
+        if subject.modelopt and _kv(block) not in ("FP8", "none"):
             yield Found(where, f"the KV cache's scheme is {_kv(block)}")
 
 
 def kv_scales_unstated(subject: TargetSubject) -> Iterator[Found]:
-    if subject.packed and _kv(subject.block) == "none":
+    if subject.modelopt and _kv(subject.block) == "none":
         names = [name for name in subject.tensors if name.endswith((".k_scale", ".v_scale"))]
         if names:
             yield Found(names[0], f"one of {len(names)} scales of the KV cache")
@@ -91,7 +91,7 @@ def mtp_missing(subject: TargetSubject) -> Iterator[Found]:
 
 
 def mtp_not_excluded(subject: TargetSubject) -> Iterator[Found]:
-    if not subject.packed or not subject.block:
+    if not subject.modelopt or not subject.block:
         return
     for root, packed in subject.mtp.items():
         # vLLM drops entries that start with "mtp." when it renames the target's modules, and looks for
@@ -127,7 +127,7 @@ IGNORE = "Write each module's full name, or each layer's part followed by *, e.g
 
 
 def unquantized_not_excluded(subject: TargetSubject) -> Iterator[Found]:
-    if subject.packed and subject.block:
+    if subject.modelopt and subject.block:
         for module in subject.plain:
             if subject.covered[module] is None:
                 yield Found(module, "is not quantized, but no entry of ignore covers it")
@@ -151,12 +151,12 @@ def exclude_kv_b_proj(subject: TargetSubject) -> Iterator[Found]:
     for where, block in ((f"config.json: {CONFIG_KEY}.ignore", subject.root_block), (SIDE_FILE, subject.side)):
         for entry in entries_of(block):
             plain_kv_b = any(module.endswith(".kv_b_proj") for module in subject.plain)
-            if subject.packed and plain_kv_b and fnmatchcase("kv_b_proj", entry):
+            if subject.modelopt and plain_kv_b and fnmatchcase("kv_b_proj", entry):
                 yield Found(where, f"{entry!r} matches kv_b_proj")
 
 
 def exclude_part_of_name(subject: TargetSubject) -> Iterator[Found]:
-    if not subject.packed:
+    if not subject.modelopt:
         return
     for module in subject.plain:
         entry = subject.covered[module]
@@ -165,7 +165,7 @@ def exclude_part_of_name(subject: TargetSubject) -> Iterator[Found]:
 
 
 def _packed_and_covered(subject: TargetSubject) -> Iterator[tuple[str, str]]:
-    for module in subject.packed:
+    for module in subject.modelopt:
         entry = subject.covered[module]
         if entry is not None:
             yield module, entry
@@ -239,7 +239,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         engines=concerned("K425"),
         check=lambda s: (
             [Found(SIDE_FILE, "is not there")]
-            if s.packed and s.block and not s.side and not s.checkpoint.headers_only
+            if s.modelopt and s.block and not s.side and not s.checkpoint.headers_only
             else ()
         ),
     ),
@@ -335,5 +335,17 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         fix="Add the layer's name followed by *, e.g. model.layers.61* or mtp*, to both exclude lists.",
         seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/deepseek_mtp.py#L66-L70",
         check=mtp_not_excluded,
+    ),
+    Rule(
+        "K436",
+        "compressed-tensors-form",
+        "warning",
+        "The target is NVFP4 in compressed-tensors' form. kconv knows only vLLM and SGLang to read it, and does not"
+        " check which modules its ignore list covers.",
+        fix="For TensorRT-LLM, quantize again with format: modelopt in the recipe.",
+        engines=concerned("K436"),
+        check=lambda s: (
+            [Found(f"config.json: {CONFIG_KEY}.format", f"is {s.format.form}")] if s.packed and not s.modelopt else ()
+        ),
     ),
 )

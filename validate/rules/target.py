@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from ...checkpoint.folder import read_json
-from ...checkpoint.formats import CONFIG_KEY, NVFP4, SIDE_FILE, PartFault
+from ...checkpoint.formats import CONFIG_KEY, NVFP4, NVFP4_PACKED, SIDE_FILE, Nvfp4, PartFault
 from ...checkpoint.header import TensorInfo
 from ...errors import KconvError
 from ...targets.mtp import mtp_root, mtp_roots
@@ -109,32 +109,48 @@ class TargetSubject(Subject):
         """The block that vLLM uses: the config's own, of the root or of the text model, else the side file's."""
         return self.root_block or self.text_block or self.side
 
+    @property
+    def format(self) -> Nvfp4:
+        """The form of NVFP4 that its config states; without one ModelOpt's."""
+        return NVFP4_PACKED if self.block.get("format") == NVFP4_PACKED.form else NVFP4
+
     @cached_property
     def modules(self) -> Mapping[str, Mapping[str, TensorInfo]]:
         """Every module with an NVFP4 tensor: its tensors by suffix."""
         found: dict[str, dict[str, TensorInfo]] = {}
+        scales, values = self.format.scales, self.format.values
         for name, info in self.tensors.items():
             base, _, suffix = name.rpartition(".")
-            if suffix in NVFP4.scales or (suffix == NVFP4.values and info.dtype == VALUES):
+            if suffix in scales or (suffix == values and info.dtype == VALUES):
                 parts = found.get(base)
                 if parts is None:
                     parts = found[base] = {}
                 parts[suffix] = info
         for base, parts in found.items():
-            weight = self.tensors.get(f"{base}.{NVFP4.values}")
+            weight = self.tensors.get(f"{base}.{values}")
             if weight is not None:
-                parts[NVFP4.values] = weight
+                parts[values] = weight
         return found
 
     @cached_property
     def packed(self) -> Mapping[str, Mapping[str, TensorInfo]]:
         """Those whose weight is NVFP4."""
-        return {base: parts for base, parts in self.modules.items() if NVFP4.mark in parts or _dtype(parts) == VALUES}
+        mark, values = self.format.mark, self.format.values
+        return {
+            base: parts
+            for base, parts in self.modules.items()
+            if mark in parts or (values in parts and parts[values].dtype == VALUES)
+        }
+
+    @property
+    def modelopt(self) -> Mapping[str, Mapping[str, TensorInfo]]:
+        """Those of a target in ModelOpt's form, whose config and excludes the rules know."""
+        return self.packed if self.format == NVFP4 else {}
 
     @cached_property
     def faults(self) -> tuple[PartFault, ...]:
         """What is wrong with the tensors of NVFP4 weights."""
-        return tuple(fault for base, parts in self.packed.items() for fault in NVFP4.faults(base, parts))
+        return tuple(fault for base, parts in self.packed.items() for fault in self.format.faults(base, parts))
 
     @cached_property
     def mtp(self) -> Mapping[str, bool]:
@@ -170,7 +186,8 @@ class TargetSubject(Subject):
     @property
     def is_nvfp4(self) -> bool:
         """Whether its tensors or its config say that it is quantized."""
-        return bool(self.packed) or NVFP4.name in str(self.block.get("quant_algo"))
+        stated = NVFP4.name in str(self.block.get("quant_algo")) or self.format == NVFP4_PACKED
+        return stated or bool(self.packed)
 
     @property
     def weight_only(self) -> bool:
@@ -210,7 +227,3 @@ def entries_of(block: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _object(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
-
-
-def _dtype(parts: Mapping[str, TensorInfo]) -> str:
-    return parts[NVFP4.values].dtype if NVFP4.values in parts else ""
