@@ -50,6 +50,7 @@ FUSED = (
     ("q_proj", "k_proj", "v_proj"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
     ("gate_proj", "up_proj"),
+    ("w1", "w3"),
 )
 _FIRST = {member: members[0] for members in FUSED for member in members}
 
@@ -586,13 +587,63 @@ class Nvfp4Packed(Nvfp4):
         return NVFP4_PACKED
 
 
-NVFP4, NVFP4_PACKED, FP8, FP8_BLOCKS = Nvfp4(), Nvfp4Packed(), Fp8(), Fp8Blocks()
+class Mxfp4(StoredFormat):
+    """compressed-tensors' MXFP4, as in Kimi-K3: groups of 32 e2m1 values that share a power of two, stored plus 127.
+
+    https://github.com/vllm-project/compressed-tensors/blob/0.17.0/src/compressed_tensors/compressors/mx_utils.py
+    """
+
+    name = "MXFP4"
+    title = "compressed-tensors mxfp4-pack-quantized"
+    form = "mxfp4-pack-quantized"
+    values = Int4.values
+    mark = values
+    columns = 2
+    group = 32
+    bias = 127
+
+    @cached_property
+    def tensors(self) -> Mapping[str, FormatTensor]:
+        return {
+            # The low nibble of a byte holds the even column.
+            self.values: FormatTensor(("U8",), lambda rows, columns: ((rows, columns // 2),), rows=1),
+            self.scale: FormatTensor(("U8",), lambda rows, columns: ((rows, ceil(columns / self.group)),), rows=1),
+        }
+
+    def unpack(self, stored: Mapping[str, Tensor]) -> Tensor:
+        """See `StoredFormat.unpack`; bf16, which holds each product exactly."""
+        import torch
+
+        packed, exponents = stored[self.values], stored[self.scale].int() - self.bias
+        values = _pairs()[packed.int()].view(*exponents.shape, self.group)
+        return torch.ldexp(values, exponents.unsqueeze(-1)).view(packed.shape[0], -1).bfloat16()
+
+    @classmethod
+    def from_config(cls, block: Mapping[str, Any], where: object) -> StoredFormat | None:
+        groups: Json = block.get("config_groups")
+        group: Json
+        forms: set[Json] = {block.get("format")}
+        # Kimi-K3 states it in each group.
+        for group in groups.values() if isinstance(groups, dict) else ():
+            forms.add(group.get("format", block.get("format")) if isinstance(group, dict) else None)
+        if block.get("quant_method") != "compressed-tensors" or cls.form not in forms:
+            return None
+        if forms - {cls.form, None}:
+            raise SourceFormatUnknown(
+                f"this compressed-tensors checkpoint is in {' and '.join(sorted(map(str, forms)))}",
+                where=where,
+                fix=f"kconv reads {cls.form} alone.",
+            )
+        return MXFP4
+
+
+NVFP4, NVFP4_PACKED, FP8, FP8_BLOCKS, MXFP4 = Nvfp4(), Nvfp4Packed(), Fp8(), Fp8Blocks(), Mxfp4()
 # The formats in which a head's linear layer is read; one that lacks another's mark comes after it.
 OF_HEADS: tuple[StoredFormat, ...] = (NVFP4, FP8_BLOCKS, FP8)
 # Suffixes of the scales that a head's linear layer may have.
 HEAD_SCALES = tuple(dict.fromkeys(suffix for format_ in OF_HEADS for suffix in format_.scales))
 # The formats in which a target is read.
-OF_TARGETS = (Int4, Fp8Blocks, Nvfp4, Nvfp4Packed)
+OF_TARGETS = (Int4, Fp8Blocks, Nvfp4, Nvfp4Packed, Mxfp4)
 # Suffixes of the tensors that belong to a quantized weight and determine its numbers, but are not a module's "weight";
 # those of asymmetric and of reordered INT4 too, which kconv does not read.
 _FORMATS = (*OF_HEADS, Int4(), NVFP4_PACKED)

@@ -128,7 +128,7 @@ class Quantized(Result):
                 f"{self.out}: {len(plan.modules):,} modules in NVFP4 ({plan.recipe.name}), "
                 f"{plan.bytes_in / 1e9:.3f} GB -> {plan.bytes_out / 1e9:.3f} GB in {self._files} files"
             )
-            yield f"block scales: {plan.recipe.weight_scales}"
+            yield f"block scales: {plan.weight_scales}"
             yield f"input_scale: {plan.scales}"
             yield next_command("validate", self.out, "--source", plan.source.source)
 
@@ -178,7 +178,7 @@ class QuantizationPlanned(Result):
         parts.append(("all", "", "", plan.bytes_in, plan.bytes_out))
         sized = [(*what, f"{before / 1e9:.3f} GB", f"{after / 1e9:.3f} GB") for *what, before, after in parts]
         yield Table(("part", "becomes", "modules", "before", "after"), sized)
-        yield Line(f"block scales: {plan.recipe.weight_scales}")
+        yield Line(f"block scales: {plan.weight_scales}")
         yield Line(f"input_scale: {plan.scales}")
         weights = "ModelOpt's" if self.processes is None else len(plan.units)
         yield Line(f"files: {weights}, and {len(copied_files(plan.source.folder))} copied")
@@ -201,7 +201,8 @@ class QuantizationPlanned(Result):
 class Quantize(Prompted):
     """Write TARGET in NVFP4 into the new folder OUT, with a kconv.json manifest.
 
-    TARGET may be bf16, INT4 (Kimi-K2-Thinking, K2.5, K2.6) or FP8 blocks (Kimi-K2-Instruct, DeepSeek-V3).
+    TARGET may be bf16, INT4 (Kimi-K2-Thinking, K2.5, K2.6), FP8 blocks (Kimi-K2-Instruct, DeepSeek-V3) or
+    compressed-tensors' MXFP4, which is cast exactly.
     Unquantized tensors keep their bytes. The streaming backend holds one tensor at a time, divides the work over
     torchrun's ranks, and resumes an interrupted run. --backend modelopt is one process with the whole target in memory,
     and does not resume.

@@ -114,6 +114,7 @@ def write_manifest(
         spec={
             "kind": "target",
             "recipe": plan.recipe.model_dump(mode="json"),
+            "weight_scales": plan.weight_scales,
             "input_scale": "none" if plan.recipe.weight_only else plan.inputs.description,
             "quantized_modules": len(plan.modules),
             "mtp": _describe_mtp(plan),

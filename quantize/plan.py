@@ -13,13 +13,14 @@ from math import prod
 from typing import Any
 
 from ..checkpoint.folder import Checkpoint
-from ..checkpoint.formats import NVFP4, Nvfp4, fused_group
+from ..checkpoint.formats import MXFP4, NVFP4, Nvfp4, fused_group
 from ..checkpoint.header import TensorInfo, byte_size
 from ..errors import RecipeInvalid, TargetInvalid, TensorShape
 from ..targets.config import TargetConfig
 from ..targets.mtp import mtp_faults, mtp_root, mtp_roots
-from ..targets.weights import Plain, StoredWeight, read_format, stored_weights
+from ..targets.weights import Plain, Quantized, StoredWeight, read_format, stored_weights
 from .calibration import InputScales
+from .mxfp4_to_nvfp4 import is_mxfp4
 from .recipe import Recipe, WeightScales
 
 # Approximate bytes of an output shard. Ranks share whole files, so there should be many more files than ranks; and each
@@ -89,6 +90,11 @@ class QuantizePlan:
         """Where the input scales come from, in words."""
         return "none, activations are not quantized" if self.recipe.weight_only else self.inputs.description
 
+    @property
+    def weight_scales(self) -> str:
+        """How block scales are chosen, in a word."""
+        return "cast" if self.form == MXFP4.form else self.recipe.weight_scales
+
     def parts(self) -> dict[tuple[str, str], tuple[int, int, int]]:
         """Return, by part of the model and action: its tensors, bytes before, bytes after."""
         found: dict[tuple[str, str], list[int]] = {}
@@ -148,6 +154,12 @@ def plan_quantize(
     if isinstance(format_, Nvfp4):
         raise RecipeInvalid(
             f"{source.folder.name} is already NVFP4", where=source.folder, fix="Pass the target that it was made from."
+        )
+    if format_ == MXFP4 and recipe.weight_scales != "max":
+        raise RecipeInvalid(
+            f"{source.folder.name} is MXFP4, which is cast exactly: there are no scales to search for",
+            where=f"weight_scales in the recipe {recipe.name}",
+            fix="Remove weight_scales.",
         )
     stored = stored_weights(source, config)
     for where, what in mtp_faults(config.text, stored):
@@ -255,6 +267,12 @@ class FusedGroup:
 
     modules: tuple[Module, ...]
     weight_scales: WeightScales = "max"
+
+    @property
+    def mxfp4(self) -> tuple[Quantized, ...]:
+        """The weights, if all are MXFP4, which is cast exactly; otherwise none."""
+        found = tuple(module.weight for module in self.modules if is_mxfp4(module.weight))
+        return found if len(found) == len(self.modules) else ()
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from ..errors import TensorValue, WorkerFailed
 from ..strict import StrictModel
 from ..targets.weights import Seen, StoredWeight, unseen
 from .int4_to_nvfp4 import Int4Packer, amax_int4, fits
+from .mxfp4_to_nvfp4 import cast, is_mxfp4, scale_2_of
 from .pack import NativePacker, Packed, amax, fastest, pack, scale_2
 from .plan import FusedGroup, Module, QuantizePlan, Unit
 from .recipe import WeightScales
@@ -105,7 +106,7 @@ def make_unit(unit: Unit, place: Workplace, *, inputs: str, advance: Advance = l
     jobs, taken = [], Digests()
     for group in unit.groups:
         scale = shared_scale(group, taken)
-        jobs += [_Job(module, scale, group.weight_scales, advance) for module in group.modules]
+        jobs += [_Job(module, scale, group, advance) for module in group.modules]
     entries = [
         *(made for job in jobs for made in job.entries()),
         *(_dequantized(weight, taken, advance) for weight in unit.dequantized),
@@ -162,7 +163,9 @@ def largest(weight: StoredWeight, seen: Seen = unseen) -> float:
 
 
 def shared_scale(group: FusedGroup, seen: Seen = unseen) -> float:
-    """Return the weight_scale_2 of a fused group, from the largest amax of its modules."""
+    """Return the weight_scale_2 of a fused group, from the largest amax of its modules; of MXFP4 see `scale_2_of`."""
+    if group.mxfp4:
+        return scale_2_of(group.mxfp4, seen)
     return float(scale_2(max(largest(module.weight, seen) for module in group.modules), group.weight_scales))
 
 
@@ -181,13 +184,20 @@ def pack_stored(weight: StoredWeight, weight_scale_2: float, scales: WeightScale
         yield from (pack(block, weight_scale_2, scales) for block in weight.blocks())
 
 
+def pack_module(group: FusedGroup, weight: StoredWeight, weight_scale_2: float) -> Iterator[Packed]:
+    """Yield a weight of a fused group as NVFP4: cast if the group is MXFP4, otherwise packed."""
+    if group.mxfp4 and is_mxfp4(weight):
+        return cast(weight, weight_scale_2)
+    return pack_stored(weight, weight_scale_2, group.weight_scales)
+
+
 @dataclass
 class _Job:
     """A module in progress: its nibbles are packed when their turn comes, its scales wait for theirs."""
 
     module: Module
     scale: float
-    weight_scales: WeightScales
+    group: FusedGroup
     advance: Advance
     _block_scales: list[torch.Tensor] = field(default_factory=list)
 
@@ -207,7 +217,7 @@ class _Job:
 
     def _weight(self) -> Iterator[memoryview]:
         self._block_scales = []
-        for part in pack_stored(self.module.weight, self.scale, self.weight_scales):
+        for part in pack_module(self.group, self.module.weight, self.scale):
             self._block_scales.append(part.weight_scale)
             yield _bytes(part.weight)
         self.advance(sum(info.size for info in self.module.weight.infos))
@@ -276,6 +286,7 @@ def _origins(unit: Unit, inputs: str) -> dict[str, Origin]:
     found: dict[str, Origin] = {}
     for group, module in ((one, module) for one in unit.groups for module in one.modules):
         searched = "" if group.weight_scales == "max" else f", block scales by {group.weight_scales}"
+        searched = ", cast exactly" if group.mxfp4 else searched
         for name in module.outputs:
             suffix = name.removeprefix(f"{module.name}.")
             form = module.format
@@ -331,7 +342,7 @@ def _make(group: FusedGroup) -> None:
     whole, tensor = hashlib.sha256(), blake3()
     scale = shared_scale(group, Digests())
     for module in group.modules:
-        for part in pack_stored(module.weight, scale, group.weight_scales):
+        for part in pack_module(group, module.weight, scale):
             for made in (part.weight, part.weight_scale):
                 view = made.contiguous().view(torch.uint8).numpy().data
                 whole.update(view)

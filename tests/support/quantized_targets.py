@@ -42,6 +42,17 @@ FP8_CONFIG = {
     "activation_scheme": "dynamic",
     "weight_block_size": [128, 128],
 }
+# As Kimi-K3 has it, by compressed-tensors' own scheme.
+MXFP4_CONFIG = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "format": "mxfp4-pack-quantized",
+            "weights": {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32},
+        }
+    },
+}
 FORMS = ("bf16", "int4", "fp8")
 EXPERTS = ".mlp.experts."
 
@@ -52,7 +63,7 @@ def make_form(source: Path, folder: Path, form: str, *, wrapped: bool = False, s
     Args:
         source: the target.
         folder: what to make.
-        form: one of `FORMS`.
+        form: one of `FORMS`, or "mxfp4".
         wrapped: as Kimi-K2.5 is: text_config, the `language_model.` prefix, and a vision tower beside.
         shards: files, with an index if more than one.
     """
@@ -63,6 +74,8 @@ def make_form(source: Path, folder: Path, form: str, *, wrapped: bool = False, s
         config["quantization_config"] = INT4_CONFIG
     if form == "fp8":
         config["quantization_config"] = FP8_CONFIG
+    if form == "mxfp4":
+        config["quantization_config"] = MXFP4_CONFIG
     made: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         made |= _store(name, tensor, form)
@@ -109,6 +122,8 @@ def _store(name: str, tensor: torch.Tensor, form: str) -> dict[str, torch.Tensor
     linear = base.endswith(("_proj", "_proj_with_mqa"))
     if form == "int4" and ".experts." in name:
         return {f"{base}.{suffix}": part for suffix, part in quantize_int4(tensor).items()}
+    if form == "mxfp4" and ".experts." in name:
+        return {f"{base}.{suffix}": part for suffix, part in quantize_mxfp4(tensor).items()}
     if form == "fp8" and linear:
         weight, scale = quantize_fp8(tensor)
         return {name: weight, f"{base}.weight_scale_inv": scale}
@@ -145,6 +160,18 @@ def quantize_int4(weight: torch.Tensor, group: int = 32) -> dict[str, torch.Tens
     state = {"weight": weight.bfloat16(), "weight_scale": scale}
     made = PackedQuantizationCompressor.compress(state, scheme)
     return {suffix: made[suffix].contiguous() for suffix in ("weight_packed", "weight_scale", "weight_shape")}
+
+
+def quantize_mxfp4(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return a matrix in compressed-tensors' mxfp4-pack-quantized form, made by compressed-tensors itself."""
+    from compressed_tensors.compressors.mxfp4 import MXFP4PackedCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+    from compressed_tensors.quantization.quant_scheme import MXFP4A16
+
+    scale = (weight.unflatten(-1, (-1, 32)).abs().amax(-1) / 6).clamp(min=2.0**-60).log2().ceil().exp2().bfloat16()
+    scheme = QuantizationScheme(targets=["Linear"], **MXFP4A16)
+    made = MXFP4PackedCompressor.compress({"weight": weight.bfloat16(), "weight_scale": scale}, scheme)
+    return {suffix: made[suffix].contiguous() for suffix in ("weight_packed", "weight_scale")}
 
 
 def quantize_fp8(weight: torch.Tensor, block: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
