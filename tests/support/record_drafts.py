@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from kconv.drafters.base import Spec
 from kconv.engines import sglang, start_server, vllm
@@ -16,6 +19,7 @@ from kconv.engines.base import Serving
 from kconv.engines.counters import Counts
 
 VLLM = Path(__file__).parent / "vllm_drafts.py"
+TRITON = "3.9.0"
 SGLANG = Path(__file__).parent / "sglang_drafts.py"
 
 
@@ -39,6 +43,7 @@ def record_vllm(
     look_ahead: int = 0,
     together: bool = False,
     dtype: str = "float32",
+    triton: Path | None = None,
 ) -> Recorded:
     """Have heads of one kind of attention served with a target, and once none.
 
@@ -53,6 +58,7 @@ def record_vllm(
         look_ahead: tokens more that it is continued by without a head.
         together: whether prompts are continued side by side, which is faster; whose a draft is, is not told then.
         dtype: of the weights in memory.
+        triton: where Triton is, for the V2 runner under its interpreter; None for the V1 runner.
     """
     served = {
         name: head if isinstance(head, Serving) else Serving(python, target, head, draft_tokens=steps)
@@ -73,9 +79,12 @@ def record_vllm(
         "heads": {"": None} | {name: vllm.speculation(head) for name, head in served.items()},
     }
     (folder / "request.json").write_text(json.dumps(request))
+    more = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    if triton:
+        more |= {"PYTHONPATH": str(triton), "TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
     done = subprocess.run(
         [python, VLLM, folder / "request.json", folder / "answer.json", start_server.__file__],
-        env=os.environ | vllm.environment(next(iter(served.values()))) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        env=os.environ | vllm.environment(next(iter(served.values()))) | more,
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -84,6 +93,18 @@ def record_vllm(
     assert done.returncode == 0, done.stdout[-3000:]
     logs = dict(part.split("\n", 1) for part in done.stdout.split("== HEAD ")[1:])
     return Recorded(json.loads((folder / "answer.json").read_text()), logs)
+
+
+def fetch_triton(python: Path, cache: Path) -> Path:
+    """Return a folder with Triton in it, beside the environment, whose V1 runner it must not reach."""
+    folder = cache / f"triton-{TRITON}"
+    with FileLock(cache / ".triton.lock"):
+        if not folder.exists():
+            shutil.rmtree(half := folder.with_suffix(".part"), ignore_errors=True)
+            words = ["-m", "pip", "install", "--quiet", "--no-deps", "--target", half, f"triton=={TRITON}"]
+            subprocess.run([python, *words], check=True)
+            half.rename(folder)
+    return folder
 
 
 @dataclass(frozen=True)

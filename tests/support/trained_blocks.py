@@ -83,9 +83,9 @@ PARALLEL = HeadSpec(
     attention=Gqa(4, 2, 32), hidden=64, target_hidden=64, intermediate=128, layers=2, vocab=512, draft_vocab=512,
     rope=Rope(1e6), captured=(0, 1, 5), eps=1e-6, dtype="F32", max_positions=512, mask=MASK,
 )  # fmt: skip
-# What an engine serves on a CPU. vLLM's DSpark needs Triton, which has no CPU build.
+# What an engine serves on a CPU. vLLM has no gated or recurrent Markov head.
 SERVED = {
-    "vllm": ("DFlash", "causal DFlash", P_EAGLE),
+    "vllm": ("DFlash", "causal DFlash", "DSpark", WITHOUT_MARKOV, "DFlash of a Kimi target", P_EAGLE),
     "sglang": (*BLOCKS, WITHOUT_MARKOV),
 }
 

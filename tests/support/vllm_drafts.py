@@ -10,6 +10,10 @@ counted meanwhile, by its names, "unreached": the head's parameters that no tens
 START_SERVER}, or {"error": text}. In one process a head takes seconds, where a server takes half a minute. vLLM has an
 emulation of NVFP4 matrices, which its CPU build does not consider until it is told to:
 https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/kernels/linear/nvfp4/emulation.py#L14
+
+With TRITON_INTERPRET set, Triton's kernels run in its interpreter, on a CPU too. vLLM's CPU build takes Triton only if
+that has a backend for CPUs, so an entry without a driver stands in Triton's list of them:
+https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/triton_utils/importing.py#L36-L43
 """
 
 from __future__ import annotations
@@ -20,6 +24,12 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+
+if os.environ.get("TRITON_INTERPRET"):
+    from triton.backends import backends  # pyright: ignore[reportMissingImports]
+
+    backends["cpu"] = SimpleNamespace(driver=None)
 
 from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 from vllm.distributed import cleanup_dist_env_and_memory  # pyright: ignore[reportMissingImports]

@@ -16,11 +16,12 @@ from kconv.cli import main
 from kconv.convert.execute import execute
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
-from kconv.engines import by_name
+from kconv.engines import by_name, vllm
 from kconv.engines.base import Serving
 from kconv.engines.counters import Counts
 from kconv.targets.model import load_target
 from kconv.targets.tokenizer import load_tokenizer
+from kconv.tiny.recipe import cache_root
 from kconv.tiny.target import pack
 from kconv.tiny.text import read_corpus
 from kconv.validate.engines.simulate import simulate
@@ -28,7 +29,7 @@ from kconv.validate.engines.simulate import simulate
 from . import families, silent_faults, trained_blocks
 from .heads import with_own_keys
 from .normed import NORMS_OF_3_1, write_normed
-from .record_drafts import Job, SglangAnswer, record_sglang, record_vllm
+from .record_drafts import Job, SglangAnswer, fetch_triton, record_sglang, record_vllm
 from .silent_faults import SILENT, SILENT_BLOCKS, SilentFault
 
 STEPS, PROMPTS, PROMPT_TOKENS, NEW_TOKENS, LONGER = 3, 16, 64, 20, 5
@@ -287,7 +288,7 @@ def serve_blocks(
         model = load_target(targets[kind], torch.float32)
         for name, one in answers.items():
             good = right.get(name.partition(",")[0])
-            known = name not in faults and good is not None
+            known = name not in faults and good is not None and NO_FLAG not in name
             found[name] = expect(one, good, model, targets[kind], own, servings[name].draft_tokens) if known else one
     return found, broken
 
@@ -298,10 +299,17 @@ def _blocks_in_vllm(python, targets, servings, prompts, folder, ahead) -> dict[s
         mine = {name: one for name, one in servings.items() if one.target == target}
         if not mine:
             continue
-        (work := folder / kind).mkdir()
-        answers = record_vllm(
-            python, target, mine, prompts, work, steps=0, new_tokens=NEW_TOKENS, look_ahead=ahead, together=True
-        ).answers
+        # Only the V2 runner has dspark.
+        in_v2 = {name: one for name, one in mine.items() if (vllm.speculation(one) or {})["method"] == "dspark"}
+        in_v1 = {name: one for name, one in mine.items() if name not in in_v2}
+        answers: dict[str, dict] = {}
+        for part, triton in ((in_v1, None), (in_v2, fetch_triton(python, cache_root()))):
+            (work := folder / f"{kind}-{'v2' if triton else 'v1'}").mkdir()
+            if part:
+                answers |= record_vllm(
+                    python, target, part, prompts, work, steps=0, new_tokens=NEW_TOKENS, look_ahead=ahead,
+                    together=True, triton=triton,
+                ).answers  # fmt: skip
         own = answers[""]["outputs"]
         found[kind] = {name: _in_vllm(name, answers[name], own) for name in mine}, own
     return found
