@@ -35,7 +35,6 @@ class BlockRecipe(DrafterRecipe):
     OF_THE_HEAD: ClassVar[tuple[str, ...]] = (*DrafterRecipe.OF_THE_HEAD, "mask", "causal")
     SHORT: ClassVar[tuple[str, ...]] = ("layers",)
     POSITIVE: ClassVar[tuple[str, ...]] = (*DrafterRecipe.POSITIVE, "block", "anchors")
-    GROWS: ClassVar[str] = "it grows with anchors times block, and that times a row's tokens"
 
     attention: Gqa
     mask: int

@@ -68,8 +68,6 @@ class DrafterRecipe(ABC):
     POSITIVE: ClassVar[tuple[str, ...]] = (
         "intermediate", "batches", "steps", "batch", "seq", "accumulate", "lr", "rest_lr", "eps",
     )  # fmt: skip
-    GROWS: ClassVar[str]
-    """How the memory grows that is not estimated."""
 
     intermediate: int
     captured: tuple[int, ...]

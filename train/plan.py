@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from ..drafters.attention import SCORE_BYTES
 from ..drafters.slots import needs
 from ..drafters.spec import Mla
 from ..lines import Part, Result, Table, duration
 from ..targets.config import TargetConfig
+from .block_memory import block_sizes
+from .dflash_recipe import BlockRecipe
 from .drafter_recipe import DrafterRecipe
 from .evaluate import count_rows
 from .lean import FEWEST_TOKENS, LOGIT_BYTES
@@ -32,7 +34,6 @@ class TrainPlan(Result):
         parameters: trained parameters.
         tokens: that go through the head, including padding.
         memory: bytes per process by purpose; empty if not estimated.
-        grows: how the memory grows that is not estimated.
         states: bytes of the target's states for the text, in its own dtype.
         checkpoints: bytes of the checkpoints next to the output.
         output: bytes of the output.
@@ -47,7 +48,6 @@ class TrainPlan(Result):
     tokens: int
     processes: int
     memory: Mapping[str, int]
-    grows: str
     states: int
     checkpoints: int
     output: int
@@ -67,7 +67,7 @@ class TrainPlan(Result):
             "output": f"{self.output / 1e9:,.3f} GB",
             "memory": f"{sum(self.memory.values()) / 1e9:,.3f} GB of each process{each}"
             if self.memory
-            else f"not estimated: {self.grows}",
+            else "not estimated: with kernel eager it grows with the square of a row's tokens",
         }
         if self.nodes:
             counts = ", ".join(str(len(files)) for files in self.nodes)
@@ -108,7 +108,7 @@ def plan_training(
     rows = recipe.batches * recipe.batch * recipe.seq
     stored = WIDTHS[config.dtype or "BF16"] * config.hidden * (len(recipe.captured) + 1)
     memory: dict[str, int] = {}
-    if isinstance(recipe, EagleRecipe) and recipe.kernel == "sdpa":
+    if not isinstance(recipe, EagleRecipe) or recipe.kernel == "sdpa":
         memory = _memory(recipe, config, trained, moments, processes, shard)
     return TrainPlan(
         parameters=trained,
@@ -116,7 +116,6 @@ def plan_training(
         tokens=tokens,
         processes=processes,
         memory=memory,
-        grows=recipe.GROWS,
         states=stored * (rows if text is None else text),
         checkpoints=CHECKPOINTS * (trained * width + moments),
         # As exported, and as ModelOpt's own module.
@@ -126,7 +125,7 @@ def plan_training(
 
 
 def _memory(
-    recipe: EagleRecipe, config: TargetConfig, trained: int, moments: int, processes: int, shard: bool
+    recipe: DrafterRecipe, config: TargetConfig, trained: int, moments: int, processes: int, shard: bool
 ) -> dict[str, int]:
     width, parts = WIDTHS[recipe.dtype], processes if shard else 1
     tokens = recipe.batch // processes * recipe.seq
@@ -137,8 +136,13 @@ def _memory(
     # The rows that the loss is computed with are copied, in what it is computed in.
     rows = (recipe.draft_vocab or config.vocab) if recipe.compute or recipe.draft_vocab else 0
     copied = rows * config.hidden * WIDTHS[recipe.compute or recipe.dtype]
-    kept = tokens * recipe.ttt_steps * token_bytes(recipe, config.hidden)
-    once = _at_once(recipe, config, tokens)
+    if isinstance(recipe, BlockRecipe):
+        sizes = block_sizes(recipe, config, recipe.batch // processes)
+        kept, once, evaluation = sizes.kept, sizes.once, sizes.evaluation
+    else:
+        recipe = cast(EagleRecipe, recipe)
+        kept = tokens * recipe.ttt_steps * token_bytes(recipe, config.hidden)
+        once, evaluation = _at_once(recipe, config, tokens), _evaluation(recipe, config)
     return {
         "weights": trained * width // parts,
         "bf16 copies of weights": copies,
@@ -147,8 +151,8 @@ def _memory(
         "the target's ends": ends // parts + copied,
         "states of the batch": given,
         "activations": kept,
-        "recomputed at once": once,
-        "more at an evaluation": max(0, _evaluation(recipe, config) - kept - once),
+        "at once": once,
+        "more at an evaluation": max(0, evaluation - kept - once),
     }
 
 

@@ -49,7 +49,6 @@ class EagleRecipe(DrafterRecipe):
     OF_THE_HEAD: ClassVar[tuple[str, ...]] = (*DrafterRecipe.OF_THE_HEAD, "draft_vocab")
     SHORT: ClassVar[tuple[str, ...]] = ("decoder",)
     POSITIVE: ClassVar[tuple[str, ...]] = (*DrafterRecipe.POSITIVE, "ttt_steps", "loss_decay")
-    GROWS: ClassVar[str] = "with kernel eager it grows with the square of a row's tokens"
 
     drafter: Literal["eagle3"] = "eagle3"
     attention: Gqa | Mla
