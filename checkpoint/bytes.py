@@ -39,6 +39,10 @@ WINDOW = 16 << 20
 # Bytes of tensors that one thread reads in a row when several threads read one file.
 SHARE = 64 << 20
 METADATA = {"format": "pt"}
+# What numpy calls the dtypes of maps and masks.
+INTEGERS = {"BOOL": "?", "U8": "u1", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
+# Rows of a matrix that are read at once.
+ROWS = 1024
 # For errors in kconv's own plan.
 REPORT = "This is a bug in kconv; report it with the head's config."
 
@@ -158,6 +162,32 @@ def read_floats(info: TensorInfo, rows: Sequence[int] | None = None) -> np.ndarr
             for _ in _exactly(file, part, iter([data[place * width : (place + 1) * width]])):
                 pass
     return to_floats(data, info.dtype).reshape(len(rows), -1)
+
+
+def read_integers(info: TensorInfo) -> np.ndarray:
+    """Read a tensor of integers or of true and false, without torch.
+
+    Raises:
+        NotACheckpoint: the file cannot be read.
+        CorruptHeader: the file is shorter than its header said.
+    """
+    import numpy as np
+
+    return np.frombuffer(b"".join(map(bytes, stream(info))), INTEGERS[info.dtype]).reshape(info.shape)
+
+
+def row_bytes(info: TensorInfo, ids: np.ndarray) -> np.ndarray:
+    """Read some rows of a matrix, without the rest: [n, bytes of a row], row k being the matrix's row `ids[k]`."""
+    import numpy as np
+
+    return np.memmap(info.file, np.uint8, "r", info.begin, (info.shape[0], info.size // info.shape[0]))[ids]
+
+
+def same_bytes(one: TensorInfo, other: TensorInfo) -> bool:
+    """Return whether two tensors have one dtype, one shape and the same bytes; 0.0 and -0.0 differ, NaN is itself."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return all(a == b for a, b in zip(stream(one), stream(other), strict=True))
 
 
 def digest(info: TensorInfo) -> str:

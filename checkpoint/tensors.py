@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 
 from ..errors import ConfigUnsupported, CorruptHeader, NotACheckpoint
-from .bytes import Entry, stream
+from .bytes import ROWS, Entry, row_bytes, stream
 from .header import TensorInfo
 
 TORCH = {
@@ -35,23 +34,24 @@ def read_tensor(info: TensorInfo) -> torch.Tensor:
     for chunk in stream(info):
         data[at : at + len(chunk)] = chunk
         at += len(chunk)
+    return from_bytes(data, info.dtype, info.shape)
+
+
+def from_bytes(data: bytearray, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return the tensor that has these bytes, without a copy."""
     if not data:
-        return torch.empty(info.shape, dtype=TORCH[info.dtype])
-    return torch.frombuffer(data, dtype=TORCH[info.dtype]).reshape(info.shape)
+        return torch.empty(shape, dtype=TORCH[dtype])
+    return torch.frombuffer(data, dtype=TORCH[dtype]).reshape(shape)
+
+
+def to_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return a tensor's bytes, without a copy if it is contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def entry(name: str, tensor: torch.Tensor) -> Entry:
     """Return a tensor as something `write_safetensors` can write."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    return Entry(
-        name,
-        NAMES[tensor.dtype],
-        tuple(tensor.shape),
-        lambda: [flat.view(torch.uint8).numpy().data],
-    )
-
-
-ROWS = 1024
+    return Entry(name, NAMES[tensor.dtype], tuple(tensor.shape), lambda: [to_bytes(tensor)])
 
 
 def read_rows(info: TensorInfo, ids: torch.Tensor) -> torch.Tensor:
@@ -67,10 +67,8 @@ def read_rows(info: TensorInfo, ids: torch.Tensor) -> torch.Tensor:
         raise ConfigUnsupported(
             f"{info.name} is {info.dtype}, which torch cannot read", where=info.file, fix="Use a bf16 export."
         )
-    count, columns = info.shape
-    stored = np.memmap(info.file, np.uint8, "r", info.begin, (count, info.size // count))
-    rows = torch.empty(len(ids), columns, dtype=TORCH[info.dtype])
-    rows.view(torch.uint8).numpy()[:] = stored[ids.numpy()]
+    rows = torch.empty(len(ids), info.shape[1], dtype=TORCH[info.dtype])
+    rows.view(torch.uint8).numpy()[:] = row_bytes(info, ids.numpy())
     return rows
 
 

@@ -65,6 +65,20 @@ def to_floats(data: bytes | memoryview, dtype: str) -> np.ndarray:
     return np.frombuffer(data, {"F16": "<f2", "F32": "<f4"}[dtype]).astype("<f4")
 
 
+def round_floats(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Return float32 values rounded to the nearest that BF16, F16 or F32 has, ties to even, as float32."""
+    import numpy as np
+
+    if dtype == "F32":
+        return values
+    if dtype == "F16":
+        return values.astype("<f2").astype("<f4")
+    bits = values.view("<u4")
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF_0000
+    # The sum would turn some NaN into another number.
+    return np.where(np.isnan(values), values, rounded.view("<f4"))
+
+
 class Scan:
     """Checks a tensor's values chunk by chunk, the way a hash takes its input.
 

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..checkpoint.header import TensorInfo
+from ..checkpoint.bytes import INTEGERS, ROWS, row_bytes, stream
+from ..checkpoint.header import TensorInfo, byte_size
 from ..errors import TensorValue
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
 
@@ -19,83 +21,86 @@ class Computed:
 
     Attributes:
         reason: what it is and why, in one sentence for the manifest.
-        blocks: computes it, in consecutive blocks along its first dim.
+        chunks: computes its bytes, in order and in whole elements.
     """
 
     dtype: str
     shape: tuple[int, ...]
     reason: str
-    blocks: Callable[[], Iterable[Tensor]]
+    chunks: Callable[[], Iterable[bytes | memoryview]]
+
+
+def from_blocks(dtype: str, shape: tuple[int, ...], reason: str, blocks: Callable[[], Iterable[Tensor]]) -> Computed:
+    """Return a tensor that torch computes, in consecutive blocks along its first dim."""
+
+    def chunks() -> Iterator[memoryview]:
+        from ..checkpoint.tensors import to_bytes
+
+        return map(to_bytes, blocks())
+
+    return Computed(dtype, shape, reason, chunks)
 
 
 def from_values(values: Tensor, reason: str) -> Computed:
     """Return a small tensor that is in memory."""
     from ..checkpoint.tensors import NAMES
 
-    return Computed(NAMES[values.dtype], tuple(values.shape), reason, lambda: [values])
+    return from_blocks(NAMES[values.dtype], tuple(values.shape), reason, lambda: [values])
+
+
+def from_integers(values: np.ndarray, reason: str) -> Computed:
+    """Return a map or a mask that is in memory."""
+    dtype = next(name for name, its in INTEGERS.items() if values.dtype == its)
+    return Computed(dtype, values.shape, reason, lambda: [values.tobytes()])
 
 
 def from_target(info: TensorInfo, reason: str) -> Computed:
     """Return a matrix of the target, unchanged."""
-
-    def blocks() -> Iterator[Tensor]:
-        from ..checkpoint.tensors import row_blocks
-
-        return row_blocks(info)
-
-    return Computed(info.dtype, info.shape, reason, blocks)
+    return Computed(info.dtype, info.shape, reason, lambda: stream(info))
 
 
 def zeros(dtype: str, shape: tuple[int, ...]) -> Computed:
     """Return a matrix of zeros."""
 
-    def blocks() -> Iterator[Tensor]:
-        import torch
-
-        from ..checkpoint.tensors import ROWS, TORCH
-
+    def chunks() -> Iterator[bytes]:
         rows, *rest = shape
-        return (torch.zeros(min(ROWS, rows - begin), *rest, dtype=TORCH[dtype]) for begin in range(0, rows, ROWS))
+        return (bytes(byte_size(dtype, (min(ROWS, rows - begin), *rest))) for begin in range(0, rows, ROWS))
 
-    return Computed(dtype, shape, "engines need it; with zeros the drafter drafts the same", blocks)
+    return Computed(dtype, shape, "engines need it; with zeros the drafter drafts the same", chunks)
 
 
-def chosen_rows(matrix: TensorInfo, ids: Tensor, reason: str) -> Computed:
+def chosen_rows(matrix: TensorInfo, ids: np.ndarray, reason: str) -> Computed:
     """Return the rows `ids` of a stored matrix, in this order."""
 
-    def blocks() -> Iterator[Tensor]:
-        import torch
+    def chunks() -> Iterator[bytes]:
+        return (row_bytes(matrix, ids[begin : begin + ROWS]).tobytes() for begin in range(0, len(ids), ROWS))
 
-        from ..checkpoint.tensors import ROWS, read_rows
-
-        return (read_rows(matrix, some) for some in torch.split(ids, ROWS))
-
-    return Computed(matrix.dtype, (len(ids), matrix.shape[1]), reason, blocks)
+    return Computed(matrix.dtype, (len(ids), matrix.shape[1]), reason, chunks)
 
 
-def spread_rows(matrix: TensorInfo, ids: Tensor, vocab: int, filler: Tensor, reason: str) -> Computed:
+def spread_rows(matrix: TensorInfo, ids: np.ndarray, vocab: int, filler: Tensor, reason: str) -> Computed:
     """Return a matrix of `vocab` rows: row k of the stored one at `ids[k]`, the filler everywhere else."""
 
     def blocks() -> Iterator[Tensor]:
         import torch
 
-        from ..checkpoint.tensors import ROWS, read_rows
+        from ..checkpoint.tensors import read_rows
 
-        row_of = torch.full((vocab,), -1).index_copy(0, ids, torch.arange(len(ids)))
+        row_of = torch.full((vocab,), -1).index_copy(0, torch.from_numpy(ids), torch.arange(len(ids)))
         for rows in torch.split(row_of, ROWS):
             block = filler.repeat(len(rows), 1)
             trained = rows >= 0
             block[trained] = read_rows(matrix, rows[trained])
             yield block
 
-    return Computed(matrix.dtype, (vocab, matrix.shape[1]), reason, blocks)
+    return from_blocks(matrix.dtype, (vocab, matrix.shape[1]), reason, blocks)
 
 
 def rounded(name: str, own: str, dtype: str, shape: tuple[int, ...], read: Callable[[], Iterable[Tensor]]) -> Computed:
     """Return a tensor rounded to the nearest value of another dtype, ties to even.
 
     `own` names its dtype; `read` reads it, in consecutive blocks along its first dim. A value beyond the other dtype's
-    range is a TensorValue, raised by `blocks`.
+    range is a TensorValue, raised by `chunks`.
     """
 
     def blocks() -> Iterator[Tensor]:
@@ -112,4 +117,4 @@ def rounded(name: str, own: str, dtype: str, shape: tuple[int, ...], read: Calla
                 )
             yield found
 
-    return Computed(dtype, shape, f"{own} rounded to the nearest {dtype}, ties to even", blocks)
+    return from_blocks(dtype, shape, f"{own} rounded to the nearest {dtype}, ties to even", blocks)

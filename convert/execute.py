@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import fnmatch
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..checkpoint.bytes import Entry, Written, digest, file_digest, stream, write_safetensors
 from ..checkpoint.header import TensorInfo
@@ -34,10 +35,7 @@ from ..engines.registry import launch_files
 from ..errors import ConfigInvalid, TensorValue
 from .plan import Plan, Step
 from .provenance import count_parameters, read_provenance
-from .read import Head, read_slot
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from .read import Head, find_part
 
 WEIGHTS = "model.safetensors"
 
@@ -98,23 +96,13 @@ def fill(
 def _entry(plan: Plan, step: Step) -> Entry:
     computed = step.computed
     if computed is not None:
-        return Entry(step.name, step.dtype, step.shape, lambda: _chunks(step.name, computed.blocks()))
+        return Entry(step.name, step.dtype, step.shape, computed.chunks)
     if step.is_copy:
         info = step.sources[0].info
         return Entry(step.name, info.dtype, info.shape, lambda: stream(info))
-    return Entry(step.name, step.dtype, step.shape, lambda: _chunks(step.name, _pack(plan, step)))
-
-
-def _chunks(name: str, blocks: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
-    from ..checkpoint.tensors import entry
-
-    for block in blocks:
-        yield from entry(name, block).chunks()
-
-
-def _pack(plan: Plan, step: Step) -> Iterator[Tensor]:
-    # Packed when its turn comes, so that only one tensor is in memory at a time.
-    yield step.row.move.pack([read_slot(plan.source, slot) for slot in step.row.slots])
+    # Each move puts the slots' bytes one after the other.
+    parts = [find_part(plan.source, slot) for slot in step.row.slots]
+    return Entry(step.name, step.dtype, step.shape, lambda: chain.from_iterable(map(stream, parts)))
 
 
 def _filled(plan: Plan) -> Callable[[str, Values], None]:

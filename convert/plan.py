@@ -22,7 +22,7 @@ from ..engines.layout import Layout, Stored, stored
 from ..engines.moves import Same
 from ..engines.registry import writable
 from ..errors import LayoutCannot
-from .computed import Computed, from_target, rounded, zeros
+from .computed import Computed, from_blocks, from_target, rounded, zeros
 from .config import carry, refuse_unstated
 from .quantized import add_scales, names_beside, refuse_renaming
 from .read import Head, read_slot, rows_of
@@ -275,16 +275,17 @@ def _computed(name: str, row: Stored, head: Head, change: Change) -> list[Step]:
 
         return [row.move.pack([_whole(slot, head, change).to(TORCH[first.computed.dtype]) for slot in row.slots])]
 
-    packed = replace(first.computed, shape=row.expected.shape, blocks=blocks)
+    packed = from_blocks(first.computed.dtype, row.expected.shape, first.computed.reason, blocks)
     return [Step(name, tuple(dict.fromkeys([*own, *more])), row, first.action, packed)]
 
 
 def _whole(slot: str, head: Head, change: Change) -> torch.Tensor:
-    import torch
+    from ..checkpoint.tensors import from_bytes
 
-    return (
-        torch.cat(list(change.replaced[slot].computed.blocks())) if slot in change.replaced else read_slot(head, slot)
-    )
+    if slot not in change.replaced:
+        return read_slot(head, slot)
+    computed = change.replaced[slot].computed
+    return from_bytes(bytearray().join(computed.chunks()), computed.dtype, computed.shape)
 
 
 def _cast(step: Step, head: Head, dtype: str) -> Step:

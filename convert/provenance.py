@@ -8,13 +8,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.bytes import read_integers
 from ..checkpoint.manifest import MANIFEST, ConversionRecord, Manifest, Parameters, TensorRecord, read_manifest
 from ..checkpoint.source import Source
 from ..drafters.base import Spec
 from ..drafters.slots import needs
 from ..errors import KconvError, ManifestMismatch
 from .plan import Plan, Step
-from .read import Head, read_slot
+from .read import Head
 from .shared import SLOTS, count_copies
 
 
@@ -136,6 +137,7 @@ def _share(plan: Plan, step: Step, slot: str) -> float | None:
     reference = plan.target.tensors.get(slot) if plan.target else None
     if reference is None or slot not in plan.source.places:
         return None
-    ids = read_slot(plan.source, "d2t") if slot == "lm_head" and "d2t" in plan.source.places else None
-    copies = count_copies(plan.source.places[slot][1], reference, ids)
+    places = plan.source.places
+    ids = read_integers(places["d2t"][1]) if slot == "lm_head" and "d2t" in places else None
+    copies = count_copies(places[slot][1], reference, ids)
     return copies.by_offset / copies.rows if copies else None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoint.bytes import read_integers, same_bytes
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.formats import CONFIG_KEY, HEAD_SCALES, SIDE_FILE
 from ..checkpoint.header import TensorInfo, byte_size
@@ -203,8 +204,9 @@ def read(
         if "d2t" in places and places["d2t"][1].name not in unfit:
             info = tensors.get("t2d")
             usable = info is not None and (info.dtype, info.shape) == ("BOOL", (spec.vocab,))
-            marks = read_slot(head, "t2d") if usable and "t2d" in places else None
-            problems += check_d2t(spec, read_slot(head, "d2t"), places["d2t"][1].name, marks)
+            marks = read_integers(info) if info is not None and usable and "t2d" in places else None
+            d2t = places["d2t"][1]
+            problems += check_d2t(spec, read_integers(d2t), d2t.name, marks)
     known = (layout, found.keys, found.read, found.captured, head, rows, tuple(misfits), kind)
     return HeadReading(checkpoint, hints, tuple(problems), *known)
 
@@ -217,7 +219,7 @@ def read_head(checkpoint: Checkpoint, *, layout: Layout | None = None, hints: Hi
         TensorMissing, TensorUnknown, TensorShape, TensorValue: the tensors do not match the config.
         TensorTwins: two tensors hold the same weight, and differ.
     """
-    # What config and headers show is refused before torch is loaded for the values of maps.
+    # What config and headers show is refused before the values of maps are read.
     read(checkpoint, layout=layout, hints=hints, values=False).sound_head()
     return read(checkpoint, layout=layout, hints=hints).sound_head()
 
@@ -251,9 +253,7 @@ def _idle_maps(spec: Spec, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
 def _check_idle_maps(head: Head, problems: Problems) -> None:
     for name, why in head.ignored.items():
         if why == NO_MAP:
-            from ..checkpoint.tensors import read_tensor
-
-            values = read_tensor(head.checkpoint.tensors[name])
+            values = read_integers(head.checkpoint.tensors[name])
             if values.any() if name == "d2t" else not values.all():
                 error = TensorUnknown(
                     f"the vocabulary is full, but {name} does not map each token to itself",
@@ -268,9 +268,9 @@ def _check_twins(head: Head, unfit: Collection[str], problems: Problems) -> None
     for name, row in head.twins.items():
         if name in unfit or any(head.places[slot][1].name in unfit for slot in row.slots):
             continue
-        for slot, part in zip(row.slots, _unpack(head, row, head.checkpoint.tensors[name]), strict=True):
+        for slot, part in (find_parts(head.spec, row, head.checkpoint.tensors[name]) or {}).items():
             other = head.places[slot][1]
-            if other.name != name and not _same_bits(part, read_slot(head, slot)):
+            if other.name != name and not same_bytes(part, find_part(head, slot)):
                 error = TensorTwins(
                     f"{name} and {other.name} are two names for one weight, but their values differ",
                     where=name,
@@ -290,28 +290,17 @@ def _check_quantization(head: Head, problems: Problems) -> None:
         problems.append(error.problem("K197"))
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    import torch
-
-    # As bytes: NaN equals itself, and 0.0 is not -0.0.
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
-
-
 def read_slot(head: Head, slot: str) -> torch.Tensor:
-    """Read one slot's tensor, unpacked from its place in the layout; KeyError if the head does not have the slot."""
-    row, info = head.places[slot]
-    return next(part for s, part in zip(row.slots, _unpack(head, row, info), strict=True) if s == slot)
-
-
-def _unpack(head: Head, row: Stored, info: TensorInfo) -> Iterator[torch.Tensor]:
+    """Read one slot's tensor from its place in the layout; KeyError if the head does not have the slot."""
     from ..checkpoint.tensors import read_tensor
 
-    known, stored = needs(head.spec), read_tensor(info)
-    # A scale is not a slot of the spec, and is never packed with others.
-    shapes = [known[slot].shape if slot in known else info.shape for slot in row.slots]
-    return iter(row.move.unpack(stored, shapes))
+    return read_tensor(find_part(head, slot))
+
+
+def find_part(head: Head, slot: str) -> TensorInfo:
+    """Return where a slot's bytes are; KeyError if the head does not have the slot, or not in a tensor that fits."""
+    row, info = head.places[slot]
+    return (find_parts(head.spec, row, info) or {})[slot]
 
 
 def find_parts(spec: Spec, row: Stored, info: TensorInfo) -> dict[str, TensorInfo] | None:

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint.bytes import stream
+from ..checkpoint.bytes import ROWS, row_bytes, same_bytes
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.source import Folder, Source
+from ..checkpoint.values import round_floats, to_floats
 from ..drafters.base import Spec
 from ..drafters.contract import FLOATS
 from ..drafters.slots import needs
@@ -19,7 +20,7 @@ from ..targets.config import TargetConfig, read_target_config
 from .read import Head
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import numpy as np
 
 SLOTS = ("lm_head", "embed_tokens")
 # What to do about an embedding that an engine replaces by the target's.
@@ -210,35 +211,41 @@ class Copies:
     by_id: int
 
 
-def count_copies(lm_head: TensorInfo, reference: TensorInfo, d2t: Tensor | None) -> Copies | None:
+def count_copies(lm_head: TensorInfo, reference: TensorInfo, d2t: np.ndarray | None) -> Copies | None:
     """Compare a head's lm_head, [draft_vocab, hidden], with its target's, [vocab, target_hidden].
 
-    Without a map `d2t` is None. Returns None if the widths differ.
+    Without a map `d2t` is None. Returns None if the widths differ, or one of them is quantized.
     """
-    rows = lm_head.shape[0]
-    if lm_head.shape[1:] != reference.shape[1:] or (d2t is not None and len(d2t) != rows):
-        return None
-    import torch
+    import numpy as np
 
     from ..drafters.vocab import target_ids
 
+    rows = lm_head.shape[0]
+    if lm_head.shape[1:] != reference.shape[1:] or (d2t is not None and len(d2t) != rows):
+        return None
+    if lm_head.dtype not in FLOATS or reference.dtype not in FLOATS:
+        return None
     if d2t is None:
-        equal = _count_equal(lm_head, reference, torch.arange(rows))
+        equal = _count_equal(lm_head, reference, np.arange(rows))
         return Copies(rows, equal, equal)
-    return Copies(rows, _count_equal(lm_head, reference, target_ids(d2t)), _count_equal(lm_head, reference, d2t.long()))
+    return Copies(rows, _count_equal(lm_head, reference, target_ids(d2t)), _count_equal(lm_head, reference, d2t))
 
 
-def _count_equal(lm_head: TensorInfo, reference: TensorInfo, ids: Tensor) -> int:
-    import torch
-
-    from ..checkpoint.tensors import ROWS, read_rows
+def _count_equal(lm_head: TensorInfo, reference: TensorInfo, ids: np.ndarray) -> int:
+    import numpy as np
 
     equal = 0
-    for own in torch.split(torch.arange(len(ids)), ROWS):
+    for begin in range(0, len(ids), ROWS):
+        own = np.arange(begin, min(begin + ROWS, len(ids)))
         own = own[(ids[own] >= 0) & (ids[own] < reference.shape[0])]
-        rows = read_rows(lm_head, own)
-        equal += int((rows == read_rows(reference, ids[own]).to(rows.dtype)).all(dim=1).sum())
+        theirs = round_floats(_rows(reference, ids[own]), lm_head.dtype)
+        equal += int((_rows(lm_head, own) == theirs).all(axis=1).sum())
     return equal
+
+
+def _rows(matrix: TensorInfo, ids: np.ndarray) -> np.ndarray:
+    """Return some rows of a matrix as float32."""
+    return to_floats(row_bytes(matrix, ids).tobytes(), matrix.dtype).reshape(len(ids), -1)
 
 
 @dataclass(frozen=True)
@@ -264,7 +271,7 @@ class Displaced:
     sampled: int
 
 
-def find_displaced(own: TensorInfo, theirs: TensorInfo, ids: Tensor) -> Displaced | None:
+def find_displaced(own: TensorInfo, theirs: TensorInfo, ids: np.ndarray) -> Displaced | None:
     """Look for rows of a head's embedding or lm_head that are another token's.
 
     Both matrices of a head are mostly trained from the target's, so each row stays most like its own token's. Rows that
@@ -277,47 +284,51 @@ def find_displaced(own: TensorInfo, theirs: TensorInfo, ids: Tensor) -> Displace
     Returns:
         None if the rows are in order, like no row of the target's, or of another width.
     """
-    import torch
-    import torch.nn.functional as F
-
-    from ..checkpoint.tensors import read_rows, row_blocks
+    import numpy as np
 
     if own.shape[1:] != theirs.shape[1:] or int(ids.min()) < 0 or int(ids.max()) >= theirs.shape[0]:
         return None
-    sampled = torch.linspace(0, len(ids) - 1, min(len(ids), SAMPLED)).long()
+
+    def unit(rows: np.ndarray) -> np.ndarray:
+        return rows / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), 1e-12)
+
+    def spread(rows: np.ndarray, most: int) -> np.ndarray:
+        return rows[np.linspace(0, len(rows) - 1, min(len(rows), most)).astype(np.int64)]
+
+    sampled = spread(np.arange(len(ids)), SAMPLED)
     # What all rows of a matrix have in common says nothing about a token.
-    common = [F.normalize(read_rows(*one).float().mean(0), dim=0) for one in ((own, sampled), (theirs, ids[sampled]))]
+    common = [unit(_rows(*one).mean(0)) for one in ((own, sampled), (theirs, ids[sampled]))]
 
-    def directions(rows: Tensor, shared: Tensor) -> Tensor:
-        rows = rows.float()
-        return F.normalize(rows - torch.outer(rows @ shared, shared))
+    def directions(rows: np.ndarray, shared: np.ndarray) -> np.ndarray:
+        return unit(rows - np.outer(rows @ shared, shared))
 
-    def looked_at(rows: Tensor) -> tuple[Tensor, Tensor]:
+    def looked_at(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return rows of the head's, and the cosine of each with its own token's."""
-        mine = directions(read_rows(own, rows), common[0])
-        return mine, (mine * directions(read_rows(theirs, ids[rows]), common[1])).sum(1)
+        mine = directions(_rows(own, rows), common[0])
+        return mine, (mine * directions(_rows(theirs, ids[rows]), common[1])).sum(1)
 
     # The best of many random directions is this like a row; a matrix that is narrow for its vocabulary shows little.
     chance = math.sqrt(2 * math.log(theirs.shape[0]) / theirs.shape[1])
     least = min(max(LIKE, 1.5 * chance), MOST_LIKE)
     unlike = sampled[looked_at(sampled)[1] < least]
-    probed = unlike[torch.linspace(0, len(unlike) - 1, min(len(unlike), PROBED)).long()]
-    if len(probed) < FEWEST:
+    if len(unlike) < FEWEST:
         return None
+    probed = spread(unlike, PROBED)
     mine, before = looked_at(probed)
-    best, nearest, begin = torch.full_like(before, -1.0), torch.zeros_like(probed), 0
-    for block in row_blocks(theirs):
-        likeness, places = (mine @ directions(block, common[1]).T).max(1)
-        nearest, best = torch.where(likeness > best, places + begin, nearest), torch.maximum(likeness, best)
-        begin += len(block)
+    best, nearest = np.full_like(before, -1.0), np.zeros_like(probed)
+    for begin in range(0, theirs.shape[0], ROWS):
+        block = _rows(theirs, np.arange(begin, min(begin + ROWS, theirs.shape[0])))
+        likeness = mine @ directions(block, common[1]).T
+        nearest = np.where(likeness.max(1) > best, likeness.argmax(1) + begin, nearest)
+        best = np.maximum(likeness.max(1), best)
     of_another = (best > least) & (best - before > MARGIN)
     count = int(of_another.sum())
     if count < max(FEWEST, len(probed) / 2):
         return None
-    at = int(of_another.nonzero()[0])
+    at = int(of_another.argmax())
     # The rows between it and the sampled one before it may be another token's already.
     earlier = sampled[sampled < probed[at]]
-    between = torch.arange(int(earlier.max()) + 1 if len(earlier) else 0, int(probed[at]) + 1)
+    between = np.arange(int(earlier.max()) + 1 if len(earlier) else 0, int(probed[at]) + 1)
     apart = looked_at(between)[1] < least
     # The last one was unlike already; among other rows its cosine may be rounded otherwise.
     apart[-1] = True
@@ -332,9 +343,3 @@ def find_displaced(own: TensorInfo, theirs: TensorInfo, ids: Tensor) -> Displace
         round(len(unlike) * count / len(probed)),
         len(sampled),
     )
-
-
-def same_bytes(one: TensorInfo, other: TensorInfo) -> bool:
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    return all(a == b for a, b in zip(stream(one), stream(other), strict=True))

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from ..checkpoint.bytes import read_integers
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.manifest import Hints
-from ..checkpoint.tensors import read_tensor, row_blocks
 from ..drafters.captured import without_lists
 from ..drafters.contract import FLOATS, check_d2t, compare
 from ..drafters.eagle3 import refuse_others
-from ..drafters.filler import LEAN, Filler, make_filler, measure_margin, random_states
 from ..drafters.keys import LEAST_POSITIONS
 from ..drafters.slots import INTEGER
 from ..drafters.spec import HeadSpec, Tokens
@@ -43,11 +41,14 @@ from ..drafters.vocab import (
 from ..engines import detect
 from ..engines.layout import Layout, stored, unclaimed
 from ..errors import ConfigUnsupported, LayoutCannot, Problem, TargetInvalid, TensorMissing, TensorValue
-from .computed import Computed, chosen_rows, from_values, spread_rows
+from .computed import Computed, chosen_rows, from_integers, spread_rows
 from .config import read_config
 from .plan import Change, Plan, Replaced, SourceTensor, plan_in_place
 from .read import Head, claim_tensors, read_head, read_slot, rows_of, weight_dtype
 from .shared import Copies, count_copies
+
+if TYPE_CHECKING:
+    from ..drafters.filler import Filler
 
 VOCAB_SLOTS = ("d2t", "t2d", "lm_head")
 
@@ -90,10 +91,10 @@ def stored_name(layout: Layout, slot: str) -> str:
     return next(row.name for row in layout.rows if row.slots == (slot,))
 
 
-def usable_mask(info: TensorInfo | None, vocab: int) -> Tensor | None:
+def usable_mask(info: TensorInfo | None, vocab: int) -> np.ndarray | None:
     """Read `t2d`; None if there is none with the right dtype and shape."""
     usable = info is not None and (info.dtype, info.shape) == ("BOOL", (vocab,))
-    return read_tensor(info) if info is not None and usable else None
+    return read_integers(info) if info is not None and usable else None
 
 
 def examine(
@@ -102,7 +103,7 @@ def examine(
     layout: Layout | None = None,
     reference: TensorInfo | None = None,
     specials: Mapping[int, str] | None = None,
-    counts: Tensor | None = None,
+    counts: np.ndarray | None = None,
 ) -> VocabReport:
     """Examine a head's draft vocabulary; this also works on a head that `read_head` refuses for its map.
 
@@ -127,14 +128,14 @@ def examine(
     faults = _compare(checkpoint, layout, spec)
     map_info, lm_head = held["d2t"], held["lm_head"]
     usable = map_info is not None and map_info.dtype in INTEGER and len(map_info.shape) == 1
-    d2t = read_tensor(map_info) if map_info is not None and usable else None
+    d2t = read_integers(map_info) if map_info is not None and usable else None
     copies = None
     if lm_head is not None and reference is not None and (map_info is None or d2t is not None):
         copies = count_copies(lm_head, reference, d2t)
     t2d = usable_mask(held["t2d"], spec.vocab)
     if d2t is None:
         kind = NEITHER if map_info is not None else FULL if spec.draft_vocab == spec.vocab else MISSING
-        reading = read_ids(torch.arange(spec.draft_vocab), spec.vocab, t2d)
+        reading = read_ids(np.arange(spec.draft_vocab), spec.vocab, t2d)
     else:
         as_offsets, as_absolute = read_ids(target_ids(d2t), spec.vocab, t2d), read_ids(d2t, spec.vocab, t2d)
         kind = kind_of(as_offsets, as_absolute, (copies.by_offset, copies.by_id) if copies else None)
@@ -142,9 +143,9 @@ def examine(
         faults += _judge_map(spec, d2t, kind, reading, stored_name(layout, "d2t"))
     if copies is not None and kind != ABSOLUTE and copies.by_id > copies.by_offset:
         faults.append(_wrong_rows(copies, stored_name(layout, "lm_head")))
-    ids = cast(Tensor, reading.ids[(reading.ids >= 0) & (reading.ids < spec.vocab)].unique())
+    ids = np.unique(reading.ids[(reading.ids >= 0) & (reading.ids < spec.vocab)])
     names = name_specials(spec, specials or {})
-    kept = names.keys() & set(cast(list[int], ids.tolist()))
+    kept = names.keys() & set(ids.tolist())
     return VocabReport(
         kind=kind,
         order=reading.order if d2t is not None else "",
@@ -197,7 +198,7 @@ def _compare(checkpoint: Checkpoint, layout: Layout, spec: HeadSpec) -> list[Pro
     )
 
 
-def _judge_map(spec: HeadSpec, d2t: Tensor, kind: str, reading: Reading, name: str) -> list[Problem]:
+def _judge_map(spec: HeadSpec, d2t: np.ndarray, kind: str, reading: Reading, name: str) -> list[Problem]:
     if kind == ABSOLUTE:
         return [
             Problem(
@@ -245,7 +246,7 @@ def name_specials(spec: HeadSpec, specials: Mapping[int, str]) -> dict[int, str]
     return dict(sorted((names | {i: f"{name} ({i})" for i, name in specials.items()}).items()))
 
 
-def _say_t2d(info: TensorInfo | None, t2d: Tensor | None, reading: Reading) -> str:
+def _say_t2d(info: TensorInfo | None, t2d: np.ndarray | None, reading: Reading) -> str:
     if info is None:
         return "absent"
     if t2d is None:
@@ -276,8 +277,8 @@ def rebuild_t2d(checkpoint: Checkpoint, layout: Layout | None, hints: Hints) -> 
     layout = _layout_of(checkpoint, layout)
     head = read_head(_without_t2d(checkpoint, layout), layout=layout, hints=hints)
     _need_map(head)
-    ids = target_ids(read_slot(head, "d2t"))
-    marks = from_values(mask(ids, head.spec.vocab), f"marks the {len(ids)} tokens that d2t maps to")
+    ids = target_ids(read_integers(head.places["d2t"][1]))
+    marks = from_integers(mask(ids, head.spec.vocab), f"marks the {len(ids)} tokens that d2t maps to")
     return plan_in_place(head, Change(head.spec, {"t2d": _rebuilt(head, checkpoint, "t2d", marks)}))
 
 
@@ -295,7 +296,7 @@ def write_offsets(
     layout = _layout_of(checkpoint, layout)
     head = claim_tensors(_without_t2d(checkpoint, layout), layout=layout, hints=hints)
     _need_map(head)
-    d2t, vocab = read_slot(head, "d2t"), head.spec.vocab
+    d2t, vocab = read_integers(head.places["d2t"][1]), head.spec.vocab
     t2d = usable_mask(checkpoint.tensors.get(stored_name(head.layout, "t2d")), vocab)
     absolute = read_ids(d2t, vocab, t2d)
     copies = count_copies(head.places["lm_head"][1], reference, d2t) if reference else None
@@ -308,9 +309,9 @@ def write_offsets(
             "decide it. Otherwise rebuild d2t from the kept tokens.",
         )
     why = "held absolute ids; rewritten as offsets, target id minus draft id"
-    replaced = {"d2t": _rebuilt(head, checkpoint, "d2t", from_values(offsets(absolute.ids), why))}
+    replaced = {"d2t": _rebuilt(head, checkpoint, "d2t", from_integers(offsets(absolute.ids), why))}
     if stored_name(head.layout, "t2d") in checkpoint.tensors:
-        marks = from_values(mask(absolute.ids, vocab), f"marks the {len(d2t)} tokens that d2t maps to")
+        marks = from_integers(mask(absolute.ids, vocab), f"marks the {len(d2t)} tokens that d2t maps to")
         replaced["t2d"] = _rebuilt(head, checkpoint, "t2d", marks)
     return plan_in_place(head, Change(head.spec, replaced))
 
@@ -319,7 +320,7 @@ def write_offsets(
 class CountedText:
     """How often each token occurs in a text, [vocab] int64, and the text's name and digest, for the manifest."""
 
-    counts: Tensor
+    counts: np.ndarray
     source: str
 
 
@@ -354,16 +355,16 @@ def prune(
         f"{text.source}; they are {coverage.share:.2%} of its {coverage.tokens} tokens, and "
         f"{size - coverage.distinct_covered} of them are not in it"
     )
-    leads = from_values(offsets(ids), "maps to the kept tokens, as offsets: target id minus draft id")
+    leads = from_integers(offsets(ids), "maps to the kept tokens, as offsets: target id minus draft id")
     replaced = {
         "lm_head": Replaced(chosen_rows(lm_head, ids, why), "pruned", (SourceTensor(row, lm_head),)),
         "d2t": Replaced(leads, "added"),
-        "t2d": Replaced(from_values(mask(ids, spec.vocab), "marks the kept tokens"), "added"),
+        "t2d": Replaced(from_integers(mask(ids, spec.vocab), "marks the kept tokens"), "added"),
     }
     return plan_in_place(head, Change(spec, replaced, _state_size(head, size)))
 
 
-def _refuse_unprunable(head: Head, counts: Tensor) -> None:
+def _refuse_unprunable(head: Head, counts: np.ndarray) -> None:
     if head.spec.draft_vocab != head.spec.vocab:
         raise LayoutCannot(
             f"the head is already reduced to {head.spec.draft_vocab} tokens",
@@ -463,7 +464,7 @@ def expand(checkpoint: Checkpoint, layout: Layout | None, hints: Hints) -> Plan:
     refuse_quantized(head)
     spec = replace(head.spec, draft_vocab=head.spec.vocab)
     lm_head, d2t = (head.places[slot][1] for slot in ("lm_head", "d2t"))
-    ids = target_ids(read_slot(head, "d2t"))
+    ids = target_ids(read_integers(head.places["d2t"][1]))
     filler, how = _choose_filler(head, lm_head, ids)
     rows = spread_rows(lm_head, ids, spec.vocab, filler.row, _say_filler(head, lm_head, filler, how))
     sources = tuple(SourceTensor(head.places[slot][0], info) for slot, info in (("lm_head", lm_head), ("d2t", d2t)))
@@ -472,8 +473,11 @@ def expand(checkpoint: Checkpoint, layout: Layout | None, hints: Hints) -> Plan:
     return plan_in_place(head, Change(spec, replaced, _state_size(head, spec.draft_vocab), dropped))
 
 
-def _choose_filler(head: Head, lm_head: TensorInfo, ids: Tensor) -> tuple[Filler, str]:
+def _choose_filler(head: Head, lm_head: TensorInfo, ids: np.ndarray) -> tuple[Filler, str]:
     """Return the filler and a description: a leaning one, unless only the mean is proven to lie in the hull."""
+
+    from ..checkpoint.tensors import row_blocks
+    from ..drafters.filler import LEAN, make_filler
 
     def make(unlikely: int | None) -> Filler:
         return make_filler(lambda: row_blocks(lm_head), unlikely)
@@ -489,15 +493,19 @@ def _choose_filler(head: Head, lm_head: TensorInfo, ids: Tensor) -> tuple[Filler
     return leaning, f"{mean}, leaning by {LEAN:.0%} towards that of token {int(ids[unlikely])}"
 
 
-def _find_unlikely(head: Head, ids: Tensor) -> int | None:
+def _find_unlikely(head: Head, ids: np.ndarray) -> int | None:
     """Return the row of the padding or of the start-of-text token, which never continue a text; None without one."""
     tokens: Tokens = head.spec.tokens
     ends = tokens.eos if isinstance(tokens.eos, tuple) else (tokens.eos,)
-    rows = [row for token in (tokens.pad, tokens.bos) if token not in (None, *ends) for row in (ids == token).nonzero()]
+    unlikely = [token for token in (tokens.pad, tokens.bos) if token not in (None, *ends)]
+    rows = [row for token in unlikely for row in np.flatnonzero(ids == token)]
     return int(rows[0]) if rows else None
 
 
 def _say_filler(head: Head, lm_head: TensorInfo, filler: Filler, how: str) -> str:
+    from ..checkpoint.tensors import row_blocks
+    from ..drafters.filler import measure_margin, random_states
+
     gain = read_slot(head, "norm")
     missing = head.spec.vocab - head.spec.draft_vocab
     margin = measure_margin(lambda: row_blocks(lm_head), filler.row, missing, random_states(gain, STATES))

@@ -25,7 +25,7 @@ from ..errors import (
 )
 
 if TYPE_CHECKING:
-    import torch
+    import numpy as np
 
     from .base import Spec
 
@@ -214,7 +214,7 @@ def _compare_one(want: Expected, have: TensorInfo, slot: str) -> Iterator[Proble
         )
 
 
-def check_d2t(spec: Spec, d2t: torch.Tensor, name: str = "d2t", t2d: torch.Tensor | None = None) -> list[Problem]:
+def check_d2t(spec: Spec, d2t: np.ndarray, name: str = "d2t", t2d: np.ndarray | None = None) -> list[Problem]:
     """Check a map from draft to target ids: `d2t[i]` is the *offset* of target id `i + d2t[i]`.
 
     Args:
@@ -223,14 +223,14 @@ def check_d2t(spec: Spec, d2t: torch.Tensor, name: str = "d2t", t2d: torch.Tenso
         name: its name on disk.
         t2d: [vocab] bool, the head's mask; it helps to tell target ids from offsets in the map.
     """
-    from .vocab import ABSOLUTE, kind_of, read_ids, target_ids  # imported here, since planning needs no torch
+    from .vocab import ABSOLUTE, kind_of, read_ids, target_ids  # imported here, since planning needs no numpy
 
     offsets, absolute = read_ids(target_ids(d2t), spec.vocab, t2d), read_ids(d2t, spec.vocab, t2d)
     if offsets.possible:
         return []
     code = "K175" if kind_of(offsets, absolute) == ABSOLUTE else "K176" if offsets.outside else "K177"
     if offsets.outside:
-        what = f"{offsets.outside} of {offsets.ids.numel()} draft ids map outside the target's vocabulary of "
+        what = f"{offsets.outside} of {offsets.ids.size} draft ids map outside the target's vocabulary of "
         what += str(spec.vocab)
         fix = "d2t holds offsets (target id minus draft id); rebuild it from the list of kept tokens."
     else:

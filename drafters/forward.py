@@ -158,7 +158,7 @@ def ready(spec: Spec, weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor],
     """Return a drafter's weights in the dtype of `fc`, once they match its spec, and the target id of each draft id."""
     check_tensors(spec, weights)
     if "d2t" in weights:
-        for breach in check_d2t(spec, weights["d2t"].cpu()):
+        for breach in check_d2t(spec, weights["d2t"].cpu().numpy()):
             raise breach.error()
     dtype = weights["fc"].dtype
     cast = {name: w.to(dtype) if w.is_floating_point() else w for name, w in weights.items()}

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import cast
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from ..errors import ConfigInvalid
 
@@ -26,19 +24,21 @@ EITHER = "offsets or absolute ids"
 NEITHER = "neither offsets nor absolute ids"
 
 
-def target_ids(d2t: Tensor) -> Tensor:
+def target_ids(d2t: np.ndarray) -> np.ndarray:
     """Return the target id of each draft id, `[draft_vocab]` int64, from a map of offsets."""
-    return d2t.to(torch.int64) + torch.arange(d2t.numel())
+    return d2t.astype(np.int64) + np.arange(d2t.size)
 
 
-def offsets(ids: Tensor) -> Tensor:
+def offsets(ids: np.ndarray) -> np.ndarray:
     """Return the map, `[draft_vocab]` int64 offsets, that gives these target ids; inverse of `target_ids`."""
-    return ids.to(torch.int64) - torch.arange(ids.numel())
+    return ids.astype(np.int64) - np.arange(ids.size)
 
 
-def mask(ids: Tensor, vocab: int) -> Tensor:
+def mask(ids: np.ndarray, vocab: int) -> np.ndarray:
     """Return `t2d`, `[vocab]` bool: whether any draft id maps to the token."""
-    return torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
+    marks = np.zeros(vocab, np.bool_)
+    marks[ids] = True
+    return marks
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Reading:
             not a valid map at all.
     """
 
-    ids: Tensor
+    ids: np.ndarray
     outside: int
     duplicates: int
     marked_otherwise: int | None
@@ -66,10 +66,10 @@ class Reading:
     @property
     def order(self) -> str:
         """`"ascending"`, or `"unsorted"` as in maps ordered by token frequency (ModelOpt's among them)."""
-        return "ascending" if bool((self.ids.diff() > 0).all()) else "unsorted"
+        return "ascending" if bool((np.diff(self.ids) > 0).all()) else "unsorted"
 
 
-def read_ids(ids: Tensor, vocab: int, t2d: Tensor | None = None) -> Reading:
+def read_ids(ids: np.ndarray, vocab: int, t2d: np.ndarray | None = None) -> Reading:
     """Describe a map that gives these target ids.
 
     Args:
@@ -77,9 +77,9 @@ def read_ids(ids: Tensor, vocab: int, t2d: Tensor | None = None) -> Reading:
         vocab: rows of the target's vocabulary.
         t2d: `[vocab]` bool, the file's own mask.
     """
-    ids = ids.to(torch.int64)
+    ids = ids.astype(np.int64)
     outside = int(((ids < 0) | (ids >= vocab)).sum())
-    duplicates = ids.numel() - cast(Tensor, ids.unique()).numel()
+    duplicates = ids.size - np.unique(ids).size
     usable = t2d is not None and outside == 0
     return Reading(ids, outside, duplicates, int((mask(ids, vocab) != t2d).sum()) if usable else None)
 
@@ -98,7 +98,7 @@ def kind_of(as_offsets: Reading, as_absolute: Reading, rows: tuple[int, int] | N
     if not as_offsets.possible:
         spoken_for = not as_absolute.marked_otherwise or (rows is not None and rows[1] > rows[0])
         return ABSOLUTE if as_absolute.possible and spoken_for else NEITHER
-    if torch.equal(as_offsets.ids, torch.arange(as_offsets.ids.numel())):
+    if np.array_equal(as_offsets.ids, np.arange(as_offsets.ids.size)):
         return IDENTITY
     if not as_absolute.possible:
         return OFFSETS
@@ -109,7 +109,7 @@ def kind_of(as_offsets: Reading, as_absolute: Reading, rows: tuple[int, int] | N
     return EITHER
 
 
-def keep_most_frequent(counts: Tensor, size: int, always: Collection[int]) -> Tensor:
+def keep_most_frequent(counts: np.ndarray, size: int, always: Collection[int]) -> np.ndarray:
     """Choose the tokens of a draft vocabulary.
 
     Args:
@@ -124,15 +124,15 @@ def keep_most_frequent(counts: Tensor, size: int, always: Collection[int]) -> Te
     Raises:
         ConfigInvalid: `size` is too small for `always`, or not below the vocabulary size.
     """
-    if not len(always) <= size < counts.numel() or size < 1:
+    if not len(always) <= size < counts.size or size < 1:
         raise ConfigInvalid(
-            f"a draft vocabulary of {size} tokens cannot be chosen from {counts.numel()}, "
+            f"a draft vocabulary of {size} tokens cannot be chosen from {counts.size}, "
             f"because {len(always)} special tokens are always kept",
-            fix=f"Choose a size from {max(len(always), 1)} to {counts.numel() - 1}.",
+            fix=f"Choose a size from {max(len(always), 1)} to {counts.size - 1}.",
         )
-    ranked = counts.clone()
-    ranked[torch.tensor(sorted(always), dtype=torch.int64)] = torch.iinfo(torch.int64).max
-    return ranked.sort(descending=True, stable=True).indices[:size].sort().values
+    ranked = counts.astype(np.int64)
+    ranked[np.array(sorted(always), np.int64)] = np.iinfo(np.int64).max
+    return np.sort(np.argsort(-ranked, kind="stable")[:size])
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class Coverage:
         return self.covered / self.tokens if self.tokens else 0.0
 
 
-def measure_coverage(counts: Tensor, ids: Tensor) -> Coverage:
+def measure_coverage(counts: np.ndarray, ids: np.ndarray) -> Coverage:
     """Return how much of a text the tokens `ids` cover.
 
     Args:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import torch
+import numpy as np
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..checkpoint.bytes import file_digest
@@ -192,14 +192,14 @@ class Vocabulary:
     def specials(self) -> dict[int, str]:
         return self.tokenizer.specials
 
-    def count_tokens(self, file: Path) -> torch.Tensor:
+    def count_tokens(self, file: Path) -> np.ndarray:
         """Return how often each token id occurs in a text, [size] int64.
 
         A file whose name ends in .jsonl has prompts (see `read_prompts`), whose turns are counted without a template;
         any other is plain text.
         """
         texts = [turn for p in read_prompts(file) for turn in p.turns] if file.suffix == ".jsonl" else [_text(file)]
-        ids = torch.tensor([i for text in texts for i in self.tokenizer.encode(text)], dtype=torch.int64)
+        ids = np.array([i for text in texts for i in self.tokenizer.encode(text)], np.int64)
         if not len(ids):
             raise PromptsInvalid(
                 f"{file.name} holds no text", where=file, fix="Pass text that resembles what you serve."
@@ -209,7 +209,7 @@ class Vocabulary:
                 f"the tokenizer gives id {int(ids.max())}, but the target's vocabulary ends at {self.size - 1}",
                 fix="Check that tokenizer and config.json belong to the same target.",
             )
-        return torch.bincount(ids, minlength=self.size)
+        return np.bincount(ids, minlength=self.size)
 
 
 def _first_line(fault: Exception) -> str:

@@ -256,7 +256,7 @@ def map_draft_vocab(counts: Tensor, size: int, specials: Sequence[int] = ()) -> 
             f"the draft vocabulary has {size} tokens, but the text has only {distinct} distinct ones",
             fix="Lower draft_vocab, or use more text.",
         )
-    return offsets(keep_most_frequent(counts, size, specials))
+    return torch.from_numpy(offsets(keep_most_frequent(counts.numpy(), size, specials)))
 
 
 class TextRows(Protocol):

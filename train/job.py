@@ -135,7 +135,8 @@ def draft_coverage(job: TrainJob) -> Coverage | None:
     if job.recipe.draft_vocab is None:
         return None
     vocab = read_target_config(job.target).vocab
-    return measure_coverage(job.text.count(vocab), target_ids(draft_map(job, job.recipe.draft_vocab, vocab)))
+    ids = target_ids(draft_map(job, job.recipe.draft_vocab, vocab).numpy())
+    return measure_coverage(job.text.count(vocab).numpy(), ids)
 
 
 def draft_map(job: TrainJob, size: int, vocab: int) -> Tensor:

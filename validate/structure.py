@@ -11,10 +11,9 @@ from statistics import median
 
 from ..checkpoint.bytes import Look, Wanted
 from ..checkpoint.formats import FP8, FP8_BLOCKS, HEAD_SCALES, NVFP4, OF_HEADS, StoredFormat
-from ..checkpoint.header import TensorInfo
 from ..checkpoint.manifest import MANIFEST, hold, read_manifest, wanted_digests
 from ..convert.provenance import Origin
-from ..convert.read import Head, find_parts, read_slot
+from ..convert.read import Head, find_part, read_slot
 from ..drafters.slots import needs
 from ..errors import KconvError
 from ..rule import Found
@@ -108,11 +107,11 @@ CHANGES = {
 def wanted(output: Head, source: Head) -> list[Wanted]:
     """Return what to read of a head's files and its source's in order to compare them."""
     # A slot that is packed with others is compared as a part of the stored tensor.
-    parts = [_part(head, slot) for head in (output, source) for slot in head.places]
+    parts = [find_part(head, slot) for head in (output, source) for slot in head.places]
     return [
         *wanted_digests(output.checkpoint, whole=True),
         *wanted_digests(source.checkpoint),
-        *(Wanted(part.file, digests=[part]) for part in parts if part is not None),
+        *(Wanted(part.file, digests=[part]) for part in parts),
     ]
 
 
@@ -185,22 +184,8 @@ def is_identical(output: Head, findings: list[Finding]) -> bool:
     return not (folder / MANIFEST).exists() or read_manifest(folder).exact
 
 
-def _part(head: Head, slot: str) -> TensorInfo | None:
-    """Return where a slot's bytes are inside its tensor; None if its layout packs it in another way."""
-    row, info = head.places[slot]
-    return (find_parts(head.spec, row, info) or {}).get(slot)
-
-
 def _same_bits(source: Head, output: Head, slot: str, look: Look) -> bool:
     if slot not in source.places or slot not in output.places:
         return False
-    one, other = _part(source, slot), _part(output, slot)
-    if one is not None and other is not None:
-        return (one.dtype, one.shape) == (other.dtype, other.shape) and look.digest(one) == look.digest(other)
-    import torch
-
-    # As bytes: NaN equals itself, and 0.0 is not -0.0.
-    mine, its = (read_slot(head, slot) for head in (output, source))
-    return (mine.dtype, mine.shape) == (its.dtype, its.shape) and torch.equal(
-        *(t.contiguous().reshape(-1).view(torch.uint8) for t in (mine, its))
-    )
+    one, other = find_part(source, slot), find_part(output, slot)
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and look.digest(one) == look.digest(other)

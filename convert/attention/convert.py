@@ -30,7 +30,7 @@ from ...measure.calibration import prompted_texts, stored_texts
 from ...measure.compare import compare
 from ...measure.retention import MIN_RETENTION, Retention, check_retention, conversion_record
 from ...targets.states import StoredStates
-from ..computed import Computed
+from ..computed import from_blocks
 from ..config import refuse_unstated
 from ..execute import execute
 from ..options import AttentionOptions
@@ -144,7 +144,7 @@ def change_attention(head: Head, fitted: FittedAttention, calibration: Calibrati
         own = (SourceTensor(*head.places[slot]),) if slot in head.places else ()
         # A tensor of the new attention derives from the whole old one; a healed tensor only from itself.
         is_new = slot not in before or slot == "0.o_proj"
-        computed = Computed(
+        computed = from_blocks(
             spec.dtype, after[slot].shape, reason, partial(_stored, fitted.head.weights[slot], spec.dtype)
         )
         replaced[slot] = Replaced(computed, "converted", tuple(dict.fromkeys([*own, *(old if is_new else ())])))

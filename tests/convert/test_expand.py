@@ -72,7 +72,7 @@ def test_tensorrt_llm_takes_an_mla_head_only_afterwards(heads):
 def test_pruning_to_the_same_tokens_gives_the_reduced_head_back(heads, tmp_path):
     reduced, full, _ = heads
     counts = torch.zeros(VOCAB, dtype=torch.int64).index_fill(0, target_ids(reduced), 1)
-    run(prune, full, tmp_path / "out", DRAFT, CountedText(counts, "a text"), {})
+    run(prune, full, tmp_path / "out", DRAFT, CountedText(counts.numpy(), "a text"), {})
     order = target_ids(reduced).argsort()
     assert torch.equal(load(tmp_path / "out")["lm_head.weight"], load(reduced)["lm_head.weight"][order])
 

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -74,7 +75,7 @@ class TestPrune:
     def test_the_config_s_own_special_tokens_are_kept(self, tmp_path):
         config = BY_NAME["vllm"].write_config(FULL) | {"bos_token_id": 2400, "eos_token_id": [2401, 2402]}
         write_head(tmp_path / "full", BY_NAME["vllm"], FULL, random_slots(FULL), config)
-        counts = torch.arange(VOCAB, 0, -1)
+        counts = np.arange(VOCAB, 0, -1)
         run(prune, tmp_path / "full", tmp_path / "out", 5, CountedText(counts, "a text"), {})
         assert target_ids(tmp_path / "out").tolist() == [0, 1, 2400, 2401, 2402]
 
@@ -85,7 +86,7 @@ class TestPrune:
         refused = [
             ("reduced", text(), DRAFT, LayoutCannot, "reduced to 1100"),
             ("shared", text(), DRAFT, TensorMissing, "shares the target's"),
-            ("full", CountedText(torch.ones(VOCAB + 1, dtype=torch.int64), ""), DRAFT, TargetInvalid, "2501 tokens"),
+            ("full", CountedText(np.ones(VOCAB + 1, np.int64), ""), DRAFT, TargetInvalid, "2501 tokens"),
             ("full", text(), VOCAB, ConfigInvalid, "cannot be chosen"),
         ]
         for name, counts, size, fault, match in refused:

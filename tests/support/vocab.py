@@ -44,7 +44,7 @@ def target_ids(folder):
 
 def text(spec=FULL, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return CountedText(torch.randint(0, 50, (spec.vocab,), generator=generator), "prompts.jsonl (sha256 ab)")
+    return CountedText(torch.randint(0, 50, (spec.vocab,), generator=generator).numpy(), "prompts.jsonl (sha256 ab)")
 
 
 def draft(folder):

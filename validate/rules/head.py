@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ...checkpoint.bytes import Look, Wanted
+from ...checkpoint.bytes import Look, Wanted, read_integers
 from ...checkpoint.folder import Checkpoint
 from ...checkpoint.header import TensorInfo
 from ...checkpoint.manifest import Hints
@@ -27,7 +27,7 @@ from ...targets.config import TargetConfig
 from .subject import ENGINES, Subject
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import numpy as np
 
 # Which engine a runner is part of, and which engines a layout is for. Trainers' own layouts are for none, so
 # they are checked against all of them.
@@ -155,23 +155,21 @@ class HeadSubject(Subject):
             return {info.name: look.values(info) for info in infos}
 
     @cached_property
-    def d2t(self) -> Tensor | None:
+    def d2t(self) -> np.ndarray | None:
         """The map of a reduced vocabulary; None if there is none, or if it cannot be read."""
         return self._map("d2t", ("I64", "I32"))
 
     @cached_property
-    def t2d(self) -> Tensor | None:
+    def t2d(self) -> np.ndarray | None:
         """The mask of a reduced vocabulary; None as for `d2t`."""
         return self._map("t2d", ("BOOL",))
 
-    def _map(self, name: str, dtypes: tuple[str, ...]) -> Tensor | None:
+    def _map(self, name: str, dtypes: tuple[str, ...]) -> np.ndarray | None:
         info = self.tensors.get(name)
         wanted = needs(self.spec).get(name) if self.spec else None
         if not self.with_values or info is None or wanted is None:
             return None
-        from ...checkpoint.tensors import read_tensor
-
-        return read_tensor(info) if info.dtype in dtypes and info.shape == wanted.shape else None
+        return read_integers(info) if info.dtype in dtypes and info.shape == wanted.shape else None
 
 
 def _is_looked_at(info: TensorInfo) -> bool:

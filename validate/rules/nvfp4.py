@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from ...checkpoint.bytes import stream
+from ...checkpoint.bytes import read_floats, stream
 from ...checkpoint.formats import NVFP4, ONLY_QUANTIZED, fused_group, is_scale
 from ...checkpoint.header import TensorInfo
 from ...rule import Found, Rule
@@ -177,9 +177,7 @@ def _unequal(subject: TargetSubject, suffix: str) -> Iterator[Found]:
 
 def _scalar(info: TensorInfo) -> float | None:
     """Return a scale's value; None if it is not a single float32, which another rule reports."""
-    from ...checkpoint.tensors import read_tensor  # imported here: headers are checked without torch
-
-    return float(read_tensor(info).reshape(())) if info.dtype == "F32" and info.shape in ((), (1,)) else None
+    return float(read_floats(info).reshape(())) if info.dtype == "F32" and info.shape in ((), (1,)) else None
 
 
 RULES: tuple[Rule[TargetSubject], ...] = (

@@ -179,7 +179,7 @@ def embedding_not_compared(subject: HeadSubject) -> Iterator[Found]:
 def rows_displaced(subject: HeadSubject) -> Iterator[Found]:
     if subject.lent is None or subject.spec is None or not subject.lent(()).is_folder:
         return
-    import torch
+    import numpy as np
 
     from ...drafters.vocab import target_ids
 
@@ -188,8 +188,8 @@ def rows_displaced(subject: HeadSubject) -> Iterator[Found]:
     except KconvError:  # an incomplete download, which the rules that need it report
         return
     spec = subject.spec
-    kept = torch.arange(spec.vocab) if subject.d2t is None else target_ids(subject.d2t)
-    for slot, ids in (("lm_head", kept), ("embed_tokens", torch.arange(spec.vocab))):
+    kept = np.arange(spec.vocab) if subject.d2t is None else target_ids(subject.d2t)
+    for slot, ids in (("lm_head", kept), ("embed_tokens", np.arange(spec.vocab))):
         own, theirs = subject.tensors.get(subject.slots.get(slot, "")), target.tensors.get(slot)
         if own is None or theirs is None or own.dtype not in FLOATS or theirs.dtype not in FLOATS:
             continue

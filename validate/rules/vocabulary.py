@@ -31,7 +31,7 @@ def _readings(subject: HeadSubject) -> tuple[Reading, Reading] | None:
     """Return d2t read as offsets and as target ids; None if there is no map, or it may not be read."""
     if subject.d2t is None or subject.spec is None:
         return None
-    from ...drafters.vocab import read_ids, target_ids  # imported here: a head without a map is checked without torch
+    from ...drafters.vocab import read_ids, target_ids  # imported here: a head without a map needs no numpy
 
     d2t, vocab = subject.d2t, subject.spec.vocab
     return read_ids(target_ids(d2t), vocab, subject.t2d), read_ids(d2t, vocab, subject.t2d)
@@ -53,7 +53,7 @@ def d2t_zeros(subject: HeadSubject) -> Iterator[Found]:
     readings, d2t = _readings(subject), subject.d2t
     # A t2d with exactly these tokens shows that the first ones were meant.
     if readings and d2t is not None and not d2t.any() and readings[0].marked_otherwise != 0:
-        yield Found("d2t", f"all {d2t.numel()} offsets are 0")
+        yield Found("d2t", f"all {d2t.size} offsets are 0")
 
 
 def d2t_absolute(subject: HeadSubject) -> Iterator[Found]:
