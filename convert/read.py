@@ -243,8 +243,9 @@ def _idle_maps(spec: Spec, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
     dtypes = {"d2t": INTEGER, "t2d": ("BOOL",)}
     return {
         name: NO_MAP
-        for name in dtypes.keys() & tensors.keys()
-        if spec.draft_vocab == spec.vocab
+        for name in dtypes
+        if name in tensors
+        and spec.draft_vocab == spec.vocab
         and tensors[name].shape == (spec.vocab,)
         and tensors[name].dtype in dtypes[name]
     }
