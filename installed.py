@@ -17,7 +17,7 @@ from .escape import command
 
 # Libraries that a result depends on, with the extra that installs each; empty for core dependencies.
 LIBRARIES = {
-    "torch": "",
+    "torch": "torch",
     "safetensors": "",
     "huggingface-hub": "",
     "nvidia-modelopt": "optimize",

@@ -267,11 +267,15 @@ def missing_extra(error: ModuleNotFoundError) -> MissingExtra:
     package = (error.name or "").partition(".")[0]
     if package not in EXTRAS:
         raise error
-    return MissingExtra(f"{package} is not installed", fix=f"Run {install_command(EXTRAS[package])}.")
+    fix = f"Run {install_command(EXTRAS[package])}"
+    # What needs torch may need more.
+    more = f", or {install_command('optimize')} to train or to run a target" if package == "torch" else ""
+    return MissingExtra(f"{package} is not installed", fix=f"{fix}{more}.")
 
 
 # Packages that only some operations need, and the extra that installs each.
 EXTRAS = {
+    "torch": "torch",
     **dict.fromkeys(("modelopt", "transformers", "accelerate", "datasets", "psutil", "requests"), "optimize"),
     "matplotlib": "plots",
 }

@@ -35,7 +35,7 @@ class Environment(Result):
         python: version, operating system and processor type.
         libraries: version of each library that a result depends on; None if it is not installed.
         engines: version of each engine that was found.
-        machine: processor, cores (usable of all), memory in GiB, and each GPU that torch sees.
+        machine: processor, cores (usable of all), memory in GiB, and each GPU that torch sees (None without torch).
         compiler: whether the C compiler that NVFP4 packing uses is there.
         variables: names of environment variables that are set; never their values.
     """
@@ -58,7 +58,8 @@ class Environment(Result):
         facts |= {name: number or "not installed" for name, number in self.libraries.items()}
         facts["engines"] = ", ".join(f"{name} {number}" for name, number in self.engines.items()) or "none found"
         facts["processor"] = f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB of memory"
-        facts["GPUs"] = "; ".join(machine["gpus"]) or "none that torch sees"
+        gpus = machine["gpus"]
+        facts["GPUs"] = "not known without torch" if gpus is None else "; ".join(gpus) or "none that torch sees"
         facts["C compiler"] = "yes" if self.compiler else "no"
         facts["variables set"] = ", ".join(self.variables) or "none"
         return (Facts(facts),)
@@ -142,9 +143,12 @@ def _processor() -> str:
     return next((value.strip() for key, _, value in fields if key.strip() == "model name"), platform.machine())
 
 
-def _gpus() -> list[str]:
-    """Return the GPUs that torch sees, each with its memory."""
-    import torch
+def _gpus() -> list[str] | None:
+    """Return the GPUs that torch sees, each with its memory; None without torch."""
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return None
 
     if not torch.cuda.is_available():
         return []

@@ -18,6 +18,7 @@ from ..convert.read import Head
 from ..drafters.facts import phrase
 from ..engines.registry import engines
 from ..errors import NotACheckpoint, ReportInvalid, Severity
+from ..installed import version_of
 from ..lines import Line, Part, Result, Styled, Table
 from ..measure.figures import Figures, ReadingFigures
 from ..rule import Finding as Finding
@@ -311,7 +312,9 @@ def assemble(
         config: sha256 of config.json.
     """
     worst_first = sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
-    stamp = {"kconv": version("kconv"), "date": datetime.now(UTC).date().isoformat(), "torch": version("torch")}
+    stamp = {"kconv": version("kconv"), "date": datetime.now(UTC).date().isoformat()}
+    # What only reads and compares bytes works without it.
+    stamp |= {"torch": found} if (found := version_of("torch")) else {}
     return Report(
         subject=subject,
         weights=dict(weights),
