@@ -282,16 +282,20 @@ def test_its_drafts_are_those_of_modelopts_own_module(trained):
         assert ours[:, 0, -1].argmax(-1).tolist() == theirs[0].tolist()
         distinct.update(theirs[0].tolist())
     assert len(distinct) > 4
+    block = torch.tensor([[base.item(), 511, 511, 511]])
+    states = model.model(text, output_hidden_states=True).hidden_states
+    captured = torch.cat([states[i + 1] for i in head.spec.captured], dim=-1)
+    hidden = model.dflash_module(
+        noise_embedding=model.model.embed_tokens(block), target_hidden=captured, position_ids=torch.arange(94)[None],
+        attention_mask=None,
+    )  # fmt: skip
+    logits = model.lm_head(hidden)[0]
     if mode == "dflash":
-        block = torch.tensor([[base.item(), 511, 511, 511]])
-        states = model.model(text, output_hidden_states=True).hidden_states
-        captured = torch.cat([states[i + 1] for i in head.spec.captured], dim=-1)
-        positions = torch.arange(94)[None]
-        hidden = model.dflash_module(
-            noise_embedding=model.model.embed_tokens(block), target_hidden=captured, position_ids=positions,
-            attention_mask=None,
-        )  # fmt: skip
-        torch.testing.assert_close(ours[:, 0, -1], model.lm_head(hidden)[0, 1:], rtol=1e-5, atol=1e-5)
+        logits = logits[1:]
+    else:
+        previous = torch.cat([base, theirs], dim=1)[:, None, :places]
+        logits = logits + model.dflash_module.compute_markov_bias(previous, hidden[:, None])[0, 0]
+    torch.testing.assert_close(ours[:, 0, -1], logits, rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()
