@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import secrets
@@ -17,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import KconvError, OutputExists, OutputFailed
+from .posix import NONBLOCKING, lock
 
 PARTIAL = ".kconv-partial-"
 # The suffix of `staged`'s folder. The folder of a long job, which can be resumed, ends in a longer key.
@@ -115,10 +115,9 @@ def _make(parent: Path, prefix: str, mode: int = 0o777) -> tuple[Path, int | Non
 
 
 def _lock(path: Path) -> int:
-    # Nonblocking, since the other end of a pipe may never come.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | NONBLOCKING)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(descriptor)
         if not os.path.samestat(os.fstat(descriptor), path.stat()):
             raise BlockingIOError(f"{path} was replaced by the process that held its lock")
     except OSError:

@@ -5,7 +5,6 @@ A file with the recorded size and time is assumed to have the recorded bytes; an
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -18,6 +17,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from ..checkpoint.bytes import file_digest
+from ..checkpoint.posix import lock
 from ..checkpoint.schema import load_json
 from ..checkpoint.staging import writing
 from ..errors import ReleaseBusy, ReleaseStateInvalid
@@ -103,7 +103,7 @@ def locked(root: Path) -> Iterator[None]:
         descriptor = os.open(root / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(descriptor)
         except OSError as fault:
             raise ReleaseBusy(
                 f"another kconv run is working in {root}", fix="Wait until it ends, or choose another --out."

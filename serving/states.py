@@ -9,7 +9,6 @@ final norm, which is applied here.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets
@@ -26,6 +25,8 @@ import torch
 import torch.nn.functional as F
 
 from ..checkpoint.header import read_header
+from ..checkpoint.posix import NONBLOCKING
+from ..checkpoint.posix import lock as take
 from ..checkpoint.tensors import NAMES, read_tensor
 from ..drafters.keys import IDS
 from ..errors import EngineFailed, KconvError, StatesInvalid
@@ -221,11 +222,10 @@ class ServedRunner:
         asked = began
         while True:
             try:
-                # Nonblocking, since the other end of a pipe may never come.
                 with open(
-                    lock, encoding="utf-8", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)
+                    lock, encoding="utf-8", opener=lambda path, flags: os.open(path, flags | NONBLOCKING)
                 ) as held:
-                    fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    take(held.fileno(), shared=True)
                 if file.is_file():
                     return
             except OSError:  # not there yet, or still locked

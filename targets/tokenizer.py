@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import resource
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import read_json
 from ..checkpoint.header import TensorInfo
+from ..checkpoint.posix import bounded
 from ..checkpoint.schema import read_text
 from ..checkpoint.source import Source
 from ..errors import PromptsInvalid, TargetInvalid
@@ -94,7 +93,7 @@ class Tokenizer:
                 fix="Add the publisher's chat_template.jinja to the target's folder.",
             )
         try:
-            with _bounded(MAX_RENDERED):
+            with bounded(MAX_RENDERED):
                 text = self.inner.apply_chat_template(list(messages), add_generation_prompt=answer, tokenize=False)
         except Exception as fault:  # Jinja's errors, or any other that an untrusted template causes
             why = "it takes too much memory" if isinstance(fault, MemoryError) else f"{type(fault).__name__}: {fault}"
@@ -104,24 +103,6 @@ class Tokenizer:
                 fix="Check the turns' roles and the publisher's chat_template.jinja.",
             ) from fault
         return str(text)
-
-
-@contextmanager
-def _bounded(room: int) -> Iterator[None]:
-    """Limit this process's memory growth to some bytes: allocations past that raise MemoryError."""
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    pages = (
-        int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) if Path("/proc/self/statm").exists() else 0
-    )
-    most = pages * resource.getpagesize() + room
-    bounded = pages and (before[0] == resource.RLIM_INFINITY or most < before[0])
-    if bounded:
-        resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
-    try:
-        yield
-    finally:
-        if bounded:
-            resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenizer:

@@ -193,3 +193,15 @@ def test_what_lacks_only_an_extra_names_it_as_json(folder):
     [one] = run(folder, [["vocab", "reduced", "refused", "--expand", "--json"]], "torch")
     error = json.loads(one.stdout)["error"]
     assert one.code == 1 and error["code"] == "missing-extra" and "[torch]" in error["fix"]
+
+
+def test_files_are_worked_on_where_a_system_has_no_locks_and_no_limits(folder):
+    commands = [
+        ["inspect", "full"],
+        ["validate", "full", "--for", "vllm"],
+        ["to-vllm", "full", "unlocked"],
+        ["verify", "unlocked", "full"],
+    ]
+    said = run(folder, commands, "fcntl", "resource")
+    assert [one.code for one in said] == [0] * len(commands), said
+    assert not list(folder.glob(".*unlocked*"))

@@ -20,7 +20,7 @@ import pytest
 from click.testing import CliRunner
 from support.loopback import serving, trickling
 
-from kconv.checkpoint import staging
+from kconv.checkpoint import posix, staging
 from kconv.cli import main
 from kconv.errors import EngineFailed, OutputExists, PromptsInvalid, ServerUnreachable
 from kconv.serving import client as http
@@ -249,7 +249,7 @@ def test_two_runs_with_one_output_lose_no_answer(server, tmp_path):
 
 def test_a_file_that_was_replaced_while_its_lock_was_waited_for_is_not_taken(tmp_path, monkeypatch):
     """The lock would be on the file before, which a run that ends renames its ordered answers over."""
-    out, flock = tmp_path / "out.jsonl", staging.fcntl.flock
+    out, flock = tmp_path / "out.jsonl", posix.fcntl.flock
     out.touch()
 
     def late(*how):
@@ -257,7 +257,7 @@ def test_a_file_that_was_replaced_while_its_lock_was_waited_for_is_not_taken(tmp
         (tmp_path / "ordered").replace(out)
         flock(*how)
 
-    monkeypatch.setattr(staging.fcntl, "flock", late)
+    monkeypatch.setattr(posix.fcntl, "flock", late)
     with pytest.raises(OutputExists, match="busy"), staging.alone(out, OutputExists("busy")):
         pass
 
