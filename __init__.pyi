@@ -262,6 +262,8 @@ def validate(
     target_layers: int | None = None,
     for_: Sequence[str] | str = (),
     source: _Path | None = None,
+    results: Sequence[_Path] = (),
+    source_results: Sequence[_Path] = (),
     headers_only: bool = False,
     strict: bool = False,
     prompts: _Path | None = None,
@@ -301,6 +303,8 @@ def validate(
         target_layers: The target's depth, instead of --target.
         for_: Engine that will serve it, or all; by default its layout's; repeatable.
         source: The checkpoint that HEAD was made from, to compare.
+        results: lm_eval's results_*.json of HEAD, a target; needs --source-results; repeatable.
+        source_results: The same of its source; repeatable.
         headers_only: Read and download no weights.
         strict: Fail on warnings and undecided facts too.
         prompts: Held-out prompts: a JSONL, or mt-bench@<commit>. Needs --target, or for a target --source.

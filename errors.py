@@ -222,6 +222,10 @@ class ReportInvalid(KconvError):
     """A report does not match its schema, or describes other files."""
 
 
+class ResultsInvalid(KconvError):
+    """A harness's results are unreadable, or do not fit together."""
+
+
 class EngineFailed(KconvError):
     """An engine does not start, dies, or answers with an error."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..checkpoint.formats import NVFP4_PACKED
@@ -12,6 +12,8 @@ from ..checkpoint.source import HUB_ID
 from ..engines.base import Deployment
 from ..engines.registry import engines
 from ..escape import command
+from ..measure.figures import AccuracyFigures
+from ..validate.numbers import accuracy
 from ..validate.report import Report
 from .evidence import Evidence
 
@@ -20,8 +22,9 @@ TAGS = ("nvfp4", "quantized")
 # The parts of a card about manifest and report that are always the same.
 REPEATED = ("target_made.jinja", "target_measured.jinja")
 TEMPLATE = "target.md.jinja"
-# How much perplexity may grow, beyond its standard error, before publishing needs a reason.
-MAX_GROWTH = 0.01
+# How much perplexity may grow, beyond its standard error, before publishing needs a reason; how much the accuracy on a
+# task may fall, or two of its standard errors if these are more.
+MAX_GROWTH, MAX_FALL = 0.01, 0.01
 
 
 def is_target(manifest: Manifest | None) -> bool:
@@ -61,6 +64,8 @@ def figures(evidence: Evidence) -> dict[str, Any]:
         "modules": f"{spec.get('quantized_modules', 0):,}",
         "parameters": f"{manifest.parameters:,}" if manifest else "",
         "rows": _rows(evidence.report),
+        "harness": found[0].harness if (found := _accuracy(evidence.report)) else "",
+        "tasks": [accuracy(row) for row in found],
         "commands": list(_commands(evidence)),
     }
 
@@ -93,6 +98,10 @@ def _rows(report: Report | None) -> list[tuple[str, str]]:
     return found
 
 
+def _accuracy(report: Report | None) -> Sequence[AccuracyFigures]:
+    return report.figures.accuracy if report else ()
+
+
 def lost(report: Report) -> list[str]:
     """Return what a report on a target leaves open about its difference from the source, or finds too large."""
     noise, text = report.figures.noise, report.figures.perplexity
@@ -103,4 +112,9 @@ def lost(report: Report) -> list[str]:
     growth = math.expm1(text.log_ratio)
     if not growth - 2 * (text.log_ratio_se or 0.0) <= MAX_GROWTH:
         return [f"its perplexity is {growth:+.2%} above the source's, but at most {MAX_GROWTH:.0%} is allowed"]
-    return []
+    return [
+        f"{row.task}: {row.metric} is {row.output:.2%}, the source's {row.source:.2%}, but it may fall by at most "
+        f"{MAX_FALL:.0%}, or by two standard errors"
+        for row in report.figures.accuracy
+        if not row.source - row.output <= max(MAX_FALL, 2 * (row.error or 0.0))
+    ]

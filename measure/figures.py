@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import Field
@@ -243,6 +244,42 @@ class PerplexityFigures(StrictModel):
     top1: float
 
 
+class AccuracyFigures(StrictModel):
+    """A quantized target's accuracy on a task beside its source's, as a harness measured both in the same way.
+
+    Attributes:
+        task: or a group of tasks, as the harness names it.
+        metric: with the filter of answers, e.g. "exact_match, strict-match".
+        shots: examples in each prompt.
+        questions: their number.
+        harness: its name and version.
+        output, source: the accuracy of each, from 0 to 1.
+        output_error, source_error: their standard errors; None if the harness states none.
+    """
+
+    task: str
+    metric: str
+    shots: str
+    questions: int
+    harness: str
+    output: float
+    output_error: float | None
+    source: float
+    source_error: float | None
+
+    @property
+    def error(self) -> float | None:
+        """The standard error of the difference, as if the questions were not the same ones: too large, if anything."""
+        if self.output_error is None or self.source_error is None:
+            return None
+        return math.hypot(self.output_error, self.source_error)
+
+    @property
+    def is_lower(self) -> bool:
+        """Whether the output's is lower by more than two standard errors."""
+        return self.source - self.output > 2 * (self.error or 0.0)
+
+
 class Figures(StrictModel):
     """All measurements of a report.
 
@@ -256,6 +293,7 @@ class Figures(StrictModel):
         engine: an engine's results; None if no engine was queried.
         noise: of a quantized target against its source; None for anything else.
         perplexity: of both on held-out text; None without held-out text.
+        accuracy: one entry per task and metric that a harness measured of both.
     """
 
     identical: bool | None = None
@@ -270,3 +308,4 @@ class Figures(StrictModel):
     engine: EngineFigures | None = None
     noise: NoiseFigures | None = None
     perplexity: PerplexityFigures | None = None
+    accuracy: tuple[AccuracyFigures, ...] = ()

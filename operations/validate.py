@@ -34,6 +34,8 @@ GOES_WITH = {
     "allow_pickle": ("states",),
     "trust_remote_code": ("prompts",),
 }
+# What does not apply to a head.
+OF_TARGETS = ("results", "source_results")
 # What does not apply to a target: it runs over text, and drafts nothing.
 OF_HEADS = ("states", "draft_tokens", "seed", "calibrated_on", "min_retention", "engine", "engine_python", "url")
 SHOWN = 5
@@ -71,6 +73,10 @@ class Validate(Reading, ValidateOptions):
                 )
         if self.headers_only and (self.measures or self.source):
             raise ValueError("--headers-only reads no weights, but --source and measurements need them")
+        if bool(self.results) != bool(self.source_results):
+            raise ValueError("--results and --source-results go together: one of HEAD, one of its source")
+        if self.results and not self.source:
+            raise ValueError("--results needs --source, the target that HEAD was made from")
         if self.prompts and self.states:
             raise ValueError("--prompts and --states exclude each other; use one of them")
         if (self.prompts or self.states) and not (self.target or self.source):
@@ -114,6 +120,7 @@ class Validate(Reading, ValidateOptions):
     def _check(self, context: Context, request: Self, say: Callable[[str], None]) -> Report:
         """Check a head, or a target."""
         from ..convert.opening import open_origin
+        from ..validate.accuracy import compare_accuracy
         from ..validate.files import is_target, open_subject, unreadable
         from ..validate.head import validate_head
         from ..validate.target import validate_target
@@ -127,6 +134,12 @@ class Validate(Reading, ValidateOptions):
                 f"{', '.join(given)}: only for a head, but this is a target",
                 fix="Leave them out.",
             )
+        if source and not of_target and (given := self.given(*OF_TARGETS)):
+            raise RequestInvalid(
+                f"{', '.join(given)}: only for a target, but this is a head", fix="Leave them out; see kconv bench."
+            )
+        results, of_source = ([context.path(name) for name in names] for names in (self.results, self.source_results))
+        accuracy = compare_accuracy(results, of_source) if results else ()
         if self.measures and not of_target and target is None:
             raise RequestInvalid("measuring a head needs --target", fix="Pass the target that the head drafts for.")
         prompts = request._held_out(context, of_target=of_target)
@@ -139,7 +152,9 @@ class Validate(Reading, ValidateOptions):
         whole = is_target(checkpoint) and layout is None
         self._refuse_unfit(checkpoint, whole, of_target)
         if whole:
-            return validate_target(head, checkpoint, request, source=compared, prompts=prompts, say=say)
+            return validate_target(
+                head, checkpoint, request, source=compared, prompts=prompts, accuracy=accuracy, say=say
+            )
         return validate_head(
             head,
             checkpoint,

@@ -6,7 +6,15 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..measure.figures import AcceptanceFigures, EngineFigures, Figures, NoiseFigures, ParityFigures, PerplexityFigures
+from ..measure.figures import (
+    AcceptanceFigures,
+    AccuracyFigures,
+    EngineFigures,
+    Figures,
+    NoiseFigures,
+    ParityFigures,
+    PerplexityFigures,
+)
 from .report import SEVERITIES, STOPS, Report, Verdict, counted
 
 EXACT = "Bit-identical to the source, in every weight and every logit."
@@ -57,6 +65,20 @@ def details(figures: Figures) -> Iterator[Numbers]:
     if figures.noise or figures.perplexity:
         rows = _quantization(figures.noise, figures.perplexity)
         yield Numbers("Quantization", "", ("what", "figure"), rows)
+    if figures.accuracy:
+        heads = ("task", "few-shot", "metric", "questions", "accuracy", "the source's", "difference")
+        note = f"By {figures.accuracy[0].harness}, which kconv does not run. Standard errors as if of other questions."
+        yield Numbers("Accuracy", note, heads, [accuracy(row) for row in figures.accuracy])
+
+
+def accuracy(row: AccuracyFigures) -> tuple[str, ...]:
+    """Return the cells of a task: how it was measured, both accuracies and their difference."""
+    shares = [
+        f"{value:.2%}" + ("" if error is None else f" ± {error:.2%}")
+        for value, error in ((row.output, row.output_error), (row.source, row.source_error))
+    ]
+    points = f"{100 * (row.output - row.source):+.2f}" + ("" if row.error is None else f" ± {100 * row.error:.2f}")
+    return row.task, row.shots, row.metric, f"{row.questions:,}", *shares, f"{points} points"
 
 
 def is_exact(figures: Figures) -> bool:

@@ -30,6 +30,10 @@ class ValidateOptions(StrictModel):
         (), "Engine that will serve it, or all; by default its layout's; repeatable.", metavar="ENGINE"
     )
     source: Name | None = option(None, "The checkpoint that HEAD was made from, to compare.", kind="checkpoint")
+    results: tuple[Name, ...] = option(
+        (), "lm_eval's results_*.json of HEAD, a target; needs --source-results; repeatable.", kind="file"
+    )
+    source_results: tuple[Name, ...] = option((), "The same of its source; repeatable.", kind="file")
     headers_only: bool = option(False, "Read and download no weights.")
     strict: bool = option(False, "Fail on warnings and undecided facts too.")
     prompts: Name | None = option(

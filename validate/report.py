@@ -246,6 +246,9 @@ def _measured(figures: Figures) -> Iterator[str]:
             f"perplexity {text.output:.4f}, source {text.source:.4f} ({math.expm1(text.log_ratio):+.2%}); top-1 "
             f"agreement {text.top1:.2%} of {text.tokens:,} tokens"
         )
+    for row in figures.accuracy:
+        points = 100 * (row.output - row.source)
+        yield f"{row.task}, {row.metric}: {row.output:.2%}, source {row.source:.2%} ({points:+.2f} points)"
 
 
 def counted(count: int, what: str) -> str:

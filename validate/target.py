@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..checkpoint.bytes import Look
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.source import Folder, Source
 from ..errors import KconvError
-from ..measure.figures import Figures
+from ..measure.figures import AccuracyFigures, Figures
+from .accuracy import judge_accuracy
 from .files import Say, check_manifest, digests, uncollected, weight_files
 from .options import DEFAULTS, ValidateOptions
 from .report import Report, assemble, config_digest
@@ -28,6 +30,7 @@ def validate_target(
     *,
     source: Checkpoint | None = None,
     prompts: HeldOut | None = None,
+    accuracy: Sequence[AccuracyFigures] = (),
     say: Say = print,
 ) -> Report:
     """Check a target, optionally against its source; see `validate_head`.
@@ -38,6 +41,7 @@ def validate_target(
         options: what to check.
         source: what it was quantized from.
         prompts: the options' held-out prompts.
+        accuracy: what a harness measured of both.
         say: called with progress messages.
     """
     engines = options.runners or ENGINES
@@ -72,5 +76,8 @@ def validate_target(
             else:
                 perplexity = measure_perplexity(checkpoint, source, prompts, say)
                 provenance |= {"prompts": prompts.describe() | {"text_tokens": options.text_tokens}, "dtype": PRECISION}
-    measured = Figures(noise=noise, perplexity=perplexity)
+    if accuracy:
+        findings += judge_accuracy(accuracy)
+        provenance["results"] = {"output": list(options.results), "source": list(options.source_results)}
+    measured = Figures(noise=noise, perplexity=perplexity, accuracy=tuple(accuracy))
     return assemble(checkpoint.source, about, findings, measured, provenance, config_digest(checkpoint))

@@ -3,22 +3,26 @@
 import json
 import math
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
 from modelopt.torch.quantization.qtensor import NVFP4QTensor
+from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from support.heads import MLA, random_slots, write_head
 from support.quantized_targets import make_form
 from support.validated import validate
 from torch.nn.functional import cross_entropy
 
+from kconv.cards.card import gather, make_card
+from kconv.cards.facts import Facts
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.source import Folder
 from kconv.cli import main
 from kconv.engines import by_name
-from kconv.errors import ComparisonUnfit
+from kconv.errors import ComparisonUnfit, RequestInvalid
 from kconv.operations.base import Context
 from kconv.operations.validate import Validate
 from kconv.quantize.calibration import data_free
@@ -175,6 +179,41 @@ def test_what_could_only_be_passed_over_is_refused(pair, tmp_path):
     ):
         with pytest.raises(ComparisonUnfit, match=said):
             Validate(**asked).run(Context())
+
+
+RESULTS = Path(__file__).parent / "lm_eval.json"
+
+
+def test_a_harness_results_stand_in_the_report_and_on_the_card(pair, tmp_path):
+    source, good = map(str, pair("bf16"))
+    lower = json.loads(RESULTS.read_text())
+    lower["results"]["sums"]["acc,none"] = 0.25
+    (tmp_path / "lower.json").write_text(json.dumps(lower))
+    asked = {"results": [str(tmp_path / "lower.json")], "source_results": [str(RESULTS)]}
+    report = Validate(head=good, source=source, out=str(tmp_path / "report"), **asked).run(Context())
+    assert [one.where for one in report.findings if one.rule == "K394"] == ["accuracy: sums"]
+    assert report.provenance["results"] == {"output": asked["results"], "source": asked["source_results"]}
+    told = "| sums | 0 | acc | 60 | 25.00% ± 6.55% | 50.00% ± 6.55% | -25.00 ± 9.26 points |"
+    assert told in (tmp_path / "report" / "report.md").read_text()
+    assert "sums, acc: 25.00%, source 50.00% (-25.00 points)" in "\n".join(map(str, report.lines()))
+    card = make_card(gather(Path(good), report, Facts())).text
+    assert "Accuracy, by lm_eval 0.4.13:" in card and told in card
+    with pytest.raises(RequestInvalid, match="only for a target"):
+        head = str(write_head(tmp_path / "head", by_name("vllm"), MLA, random_slots(MLA)))
+        Validate(head=head, source=head, **asked).run(Context())
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"results": ["a"], "source": "t"}, "go together"),
+        ({"source_results": ["a"], "source": "t"}, "go together"),
+        ({"results": ["a"], "source_results": ["b"]}, "needs --source"),
+    ],
+)
+def test_results_go_with_the_sources(asked, said):
+    with pytest.raises(ValidationError, match=said):
+        Validate(head="h", **asked)
 
 
 @pytest.fixture(scope="module")

@@ -198,6 +198,14 @@ RULES: tuple[Rule[Any], ...] = (
         AS_THE_SOURCE,
     ),
     Rule(
+        "K394",
+        "accuracy-lower",
+        "warning",
+        "A quantized target answers fewer of a task's questions than its source. The difference is more than two "
+        "standard errors.",
+        "Quantize fewer modules (--recipe nvfp4-experts), or measure the input scales (kconv calibrate).",
+    ),
+    Rule(
         "K701",
         "output-changed",
         "error",
