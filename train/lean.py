@@ -11,7 +11,8 @@ Kimi-K2's dims tens of gigabytes for a row of 4,096 tokens. The replacements her
 * the target's output matrix cast once, where autocast casts a frozen matrix anew at each use;
 * the MLP's inner activations recomputed for the gradient;
 * masks that keep attention, draft chains and loss inside a document, so that a packed row has the same loss as its
-  documents separately.
+  documents separately;
+* only the chains of which a draft counts go on behind the first draft step.
 
 scripts/bench train-memory measures the peak. The layout of draft steps is ModelOpt's own.
 """
@@ -39,8 +40,8 @@ KERNELS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.MATH,
 ]
-# Bytes of float32 logits to hold at a time, and a minimum number of tokens.
-LOGIT_BYTES, FEWEST_TOKENS = 256 << 20, 16
+# Bytes of float32 logits to hold at a time, and the fewest and most tokens: more make no product faster.
+LOGIT_BYTES, FEWEST_TOKENS, MOST_TOKENS = 256 << 20, 16, 512
 
 
 # Of an accepted share: less than this counts as this, and has a logarithm.
@@ -50,27 +51,82 @@ QUERIES = 256
 
 
 @dataclass(frozen=True)
-class Documents:
-    """The documents of a batch's rows.
+class Chains:
+    """The chains that go through a draft step: those of which this draft or a later one counts.
 
     Attributes:
-        numbers: [B, T], -1 for padding.
-        positions: [B, T], of each token in its document.
-        firsts: for each block of queries, where the first of its documents begins.
+        starts: [N], the tokens that they start from; the first step goes through all tokens, whose keys others see.
+        spans: for each block of queries and each draft step so far, which of its keys to look at.
+    """
+
+    starts: Tensor
+    spans: tuple[tuple[tuple[int, int], ...], ...]
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of a batch, whose rows stand one behind the other, and what counts in them.
+
+    Attributes:
+        numbers: [T], another one for each document, -1 for padding.
+        positions: [T], of each token in its document.
+        chains: those of each draft step.
+        places: [N], the tokens whose next one counts.
+        counts: [K, N], whether it counts at each draft step, which its chain may not reach within the document.
+        drafted: [K, N], where each step has its draft at these places, among its chains.
     """
 
     numbers: Tensor
     positions: Tensor
-    firsts: tuple[int, ...]
+    chains: tuple[Chains, ...]
+    places: Tensor
+    counts: Tensor
+    drafted: Tensor
 
 
-def find_documents(numbers: Tensor) -> Documents:
-    """Return where the documents of rows begin; a document's tokens are consecutive."""
-    at = torch.arange(numbers.shape[1], device=numbers.device).expand_as(numbers)
+def find_documents(numbers: Tensor, mask: Tensor, steps: int) -> Documents:
+    """Return what a batch's draft steps go through.
+
+    All of it is found on the CPU, so a device is waited for once.
+
+    Args:
+        numbers: [B, T] of each row's documents, -1 for padding; a document's tokens are consecutive.
+        mask: [B, T], which tokens count.
+        steps: draft steps.
+    """
+    device, (rows, length) = numbers.device, numbers.shape
+    numbers, mask = numbers.long().cpu(), mask.bool().cpu().flatten()
+    numbers = torch.where(numbers < 0, -1, numbers + torch.arange(rows)[:, None] * (length + 1)).flatten()
+    at = torch.arange(len(numbers))
     begins = torch.ones_like(numbers, dtype=torch.bool)
-    begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
-    first = torch.where(begins, at, torch.zeros_like(at)).cummax(1).values
-    return Documents(numbers, at - first, tuple(first[:, ::QUERIES].amin(0).tolist()))
+    begins[1:] = numbers[1:] != numbers[:-1]
+    begins[::length] = True
+    firsts = torch.where(begins, at, 0).cummax(0).values
+    positions = at - firsts
+    # The draft of step k for the token behind `at` ends a chain that started k tokens before, in the same document.
+    reached = [mask[1:] & (numbers[1:] >= 0) & (positions[1:] > step) for step in range(steps)]
+    places = reached[0].nonzero().flatten()
+    starts, going = [at], torch.zeros(len(at), dtype=torch.bool)
+    for step in range(steps - 1, 0, -1):
+        going[: len(at) - 1 - step] |= reached[step][step:]
+        # One at least, so that no step is empty.
+        starts.insert(1, going.nonzero().flatten() if going.any() else at[:1])
+    chains = tuple(Chains(one.to(device), _spans(starts[: step + 1], firsts)) for step, one in enumerate(starts))
+    counts = torch.stack([one[places] for one in reached])
+    found = [torch.searchsorted(one, places - step) for step, one in enumerate(starts)]
+    drafted = torch.stack([one.clamp(max=len(of) - 1) for one, of in zip(found, starts, strict=True)])
+    return Documents(numbers.to(device), positions.to(device), chains, *(
+        one.to(device) for one in (places, counts, drafted)
+    ))  # fmt: skip
+
+
+def _spans(starts: Sequence[Tensor], firsts: Tensor) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Return the spans of the last of some steps' chains; `firsts` says where each token's document begins."""
+    lots = starts[-1].split(QUERIES)
+    edges = torch.tensor([(int(lot[0]), int(lot[-1])) for lot in lots])
+    spans = [torch.stack([firsts[edges[:, 0]], edges[:, 1] + 1], 1)]
+    spans += [torch.searchsorted(one, edges) + torch.tensor([0, 1]) for one in starts[1:]]
+    return tuple(tuple((a, b) for a, b in lot) for lot in torch.stack(spans, 1).tolist())
 
 
 class Steps:
@@ -102,35 +158,29 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attend in a draft step like transformers' eager attention under ModelOpt's mask, a block of queries at a time.
 
-    A query sees the first step's keys of its document up to `step` tokens before it, and step i's key at `step - i`
-    tokens before it, which belongs to its own chain.
+    A query sees the first step's keys of its document up to where its chain starts, and its own chain's.
     https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/speculative/utils.py#L556-L567
 
     Args:
-        query: [B, heads, T, D].
-        key, value: of each draft step so far, [B, key heads, T, D or the values' width].
+        query: [1, heads, N, D].
+        key, value: of each draft step so far, [1, key heads, its own N, D or the values' width].
     """
     step, found = len(key) - 1, []
-    for lot, first in enumerate(documents.firsts):
-        begin, end = lot * QUERIES, min((lot + 1) * QUERIES, query.shape[2])
-        # For each step, counted from 0, the keys that any of these queries sees.
-        spans = [(first, max(first, end - step))]
-        spans += [(max(0, begin - step + i), end - step + i) for i in range(1, step + 1)]
+    for lot, spans in enumerate(documents.chains[step].spans):
+        queries = slice(lot * QUERIES, (lot + 1) * QUERIES)
         parts = [part[:, :, a:b] for steps in (key, value) for part, (a, b) in zip(steps, spans, strict=True)]
-        seen = _seen(documents.numbers, range(begin, end), spans)
-        found.append(_again(partial(_attend_lot, scaling, seen), query[:, :, begin:end], *parts))
+        seen = _seen(documents, documents.chains[step].starts[queries], spans)
+        found.append(_again(partial(_attend_lot, scaling, seen), query[:, :, queries], *parts))
     return torch.cat(found, 1), None
 
 
-def _seen(numbers: Tensor, queries: range, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """Return which keys the queries of `spans` see, [B, 1, queries, keys]; each sees at least its own step's key."""
-    step, at = len(spans) - 1, torch.arange(numbers.shape[1], device=numbers.device)
-    own = slice(queries.start, queries.stop)
-    behind = [at[own, None] - at[None, begin:end] for begin, end in spans]
-    same = numbers[:, own, None] == numbers[:, None, slice(*spans[0])]
-    blocks = [same & (behind[0] >= step)]
-    blocks += [(behind[i] == step - i).expand(len(numbers), -1, -1) for i in range(1, step + 1)]
-    return torch.cat(blocks, -1).unsqueeze(1)
+def _seen(documents: Documents, starts: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+    """Return which keys of `spans` the queries of some chains see, [1, 1, queries, keys]; each sees its start's."""
+    own, (begin, end), starts = documents.chains[1 : len(spans)], spans[0], starts[:, None]
+    at = torch.arange(begin, end, device=starts.device)
+    blocks = [(documents.numbers[starts] == documents.numbers[at]) & (at <= starts)]
+    blocks += [chains.starts[a:b] == starts for chains, (a, b) in zip(own, spans[1:], strict=True)]
+    return torch.cat(blocks, -1)[None, None]
 
 
 def _attend_lot(scaling: float, seen: Tensor, query: Tensor, *parts: Tensor) -> Tensor:
@@ -156,26 +206,32 @@ def make_lean(model: Any, lk_loss: float) -> None:
         # Only on this object: ModelOpt's class is shared by all Eagle models.
         setattr(model, name, partial(method, model, getattr(model, name)))
     model.kconv_documents, model.kconv_lk_loss = None, lk_loss
-    # Of a forward: the target's final states, and each draft step's. Of all: the target's output matrix as it is used.
-    model.kconv_target, model.kconv_drafted, model.kconv_known = None, [], None
+    # Of a forward: each draft step's final states. Of all: the target's output matrix as it is used.
+    model.kconv_drafted, model.kconv_known = [], None
     for layer in model.eagle_module.layers:
         layer.mlp.forward = partial(_again, layer.mlp.forward)
 
 
 def run_lean(model: Any, inner: Any, batch: dict[str, Any]) -> Any:
-    """Run ModelOpt's forward over a batch from a `Feed`; `model` is `inner`, or what shares it among processes."""
-    values = dict(batch)
-    documents = values.pop("documents", None)
-    if documents is None:
-        documents = torch.zeros_like(values["input_ids"])
-    inner.kconv_documents = find_documents(documents)
+    """Run ModelOpt's forward over a batch from a `Feed`; `model` is `inner`, or what shares it among processes.
+
+    The rows stand one behind the other, as the documents of one.
+    """
+    base = {name: states.flatten(0, 1)[None] for name, states in batch["base_model_outputs"].items()}
+    ids, mask = batch["input_ids"], batch["loss_mask"]
+    numbers = batch.get("documents")
+    inner.kconv_documents = find_documents(
+        torch.zeros_like(ids) if numbers is None else numbers, mask, inner.eagle_ttt_steps
+    )
     # ModelOpt would compute the target's logits of all tokens at once if none are given.
-    hidden = values["base_model_outputs"]["base_model_hidden_states"]
-    values["base_model_outputs"] = values["base_model_outputs"] | {
-        "base_model_logits": hidden.new_zeros(*hidden.shape[:2], 1)
-    }
+    base["base_model_logits"] = base["base_model_hidden_states"].new_zeros(1, ids.numel(), 1)
     try:
-        return model(**values, position_ids=inner.kconv_documents.positions)
+        return model(
+            input_ids=ids.flatten()[None],
+            loss_mask=mask.flatten()[None],
+            base_model_outputs=base,
+            position_ids=inner.kconv_documents.positions[None],
+        )
     finally:
         inner.kconv_documents = None
 
@@ -206,20 +262,26 @@ def _logits_of_nothing(model: Any, original: Any, logits: Tensor) -> Tensor:
 
 
 def _draft(model: Any, original: Any, hidden: Tensor, embeds: Tensor, mask: Any, places: Any, cache: Any = None) -> Any:
-    """Replace `_eagle_forward`: return the head's final states where ModelOpt returns its logits."""
+    """Replace `_eagle_forward`: keep a draft step's final states for `_forward`, which computes the losses of all.
+
+    Behind the first step, only chains of which a draft counts go on.
+    """
     cache = cache if isinstance(cache, Steps) else Steps()
+    step = len(cache.keys)
+    at, every = model.kconv_documents.chains[step].starts + step, torch.zeros_like(hidden)
+    if step:
+        hidden, embeds, places = (one[:, at] for one in (hidden, embeds, places))
     normed, residual, cache = model.eagle_module(
         hidden, embeds, attention_mask=mask, position_ids=places, use_cache=True, past_key_values=cache
     )
-    return normed, residual, normed, cache
+    model.kconv_drafted.append(normed[0])
+    residual = every.index_copy(1, at, residual.to(every.dtype)) if step else residual
+    return residual, residual, residual, cache
 
 
-def _keep(model: Any, original: Any, target: Tensor, _: Tensor, head: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Replace `_eagle_loss`: keep a draft step's final states for `_forward`, which computes the losses of all."""
-    if not model.kconv_drafted:
-        model.kconv_target = target
-    model.kconv_drafted.append((head, mask))
-    return head.new_zeros(()), head.new_zeros(())
+def _no_loss(model: Any, original: Any, *values: Tensor) -> tuple[Tensor, Tensor]:
+    """Replace `_eagle_loss`, as `_forward` computes all."""
+    return values[2].new_zeros(()), values[2].new_zeros(())
 
 
 def _forward(model: Any, original: Any, **values: Any) -> Any:
@@ -230,37 +292,29 @@ def _forward(model: Any, original: Any, **values: Any) -> Any:
     """
     try:
         output = original(**values)
-        loss, equal = _loss(model, model.kconv_target, model.kconv_drafted)
+        loss, equal = _loss(model, values["base_model_outputs"]["base_model_hidden_states"][0], model.kconv_drafted)
     finally:
-        model.kconv_target, model.kconv_drafted = None, []
+        model.kconv_drafted = []
     output["loss"] = output["eagle_loss"] = loss
     output["train_acc"] = [equal.tolist()]
     return output
 
 
-def _loss(model: Any, target: Tensor, drafted: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _loss(model: Any, target: Tensor, drafted: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return the loss, and the share of equal tops at each draft step."""
     documents: Documents = model.kconv_documents
-    places = documents.positions[:, 1:]
-    # Step k's first state predicts the same token as step 0's k-th. The position predicted from and the chain's start
-    # must be in one document.
-    counted = [
-        F.pad(mask.bool(), (step, 0)) & (places > step) & (documents.numbers[:, 1:] >= 0)
-        for step, (_, mask) in enumerate(drafted)
-    ]
-    # What counts at a step counts at those before it.
-    rows, at = counted[0].nonzero(as_tuple=True)
-    counts = torch.stack([one[rows, at] for one in counted]).float()
+    counts = documents.counts[: len(drafted)].float()
     totals = counts.sum(1, keepdim=True)
     decay = model.eagle_loss_decay_factor ** torch.arange(len(drafted), device=counts.device)[:, None]
-    heads = [head[rows, (at - step).clamp_min(0)] for step, (head, _) in enumerate(drafted)]
+    heads = [head[at] for head, at in zip(drafted, documents.drafted[: len(drafted)], strict=True)]
     known = _known(model)
     own = getattr(model.eagle_module, "lm_head", None)
     own = known if own is None else (own.weight, own.bias)
     # An evaluation asks for no gradients, which torch does not tell the function.
     matrix = own[0] if torch.is_grad_enabled() else own[0].detach()
     weights = decay * counts / (totals + 1e-5)
-    loss, equal = _JointLoss.apply(model.kconv_lk_loss, known, own[1], target[rows, at], weights, matrix, *heads)  # pyright: ignore[reportGeneralTypeIssues]
+    wanted = target[documents.places + 1]
+    loss, equal = _JointLoss.apply(model.kconv_lk_loss, known, own[1], wanted, weights, matrix, *heads)  # pyright: ignore[reportGeneralTypeIssues]
     return loss, (equal * counts).sum(1) / totals[:, 0].clamp_min(1)
 
 
@@ -282,6 +336,11 @@ def _known(model: Any) -> tuple[Tensor, Tensor | None]:
         bias = None if known.bias is None else known.bias[rows].to(dtype)
         model.kconv_known = known.weight[rows].to(dtype), bias
     return model.kconv_known
+
+
+def block_tokens(vocab: int) -> int:
+    """Return of how many tokens the loss holds the logits at a time."""
+    return max(FEWEST_TOKENS, min(MOST_TOKENS, LOGIT_BYTES // (4 * vocab)))
 
 
 class _JointLoss(torch.autograd.Function):
@@ -316,16 +375,18 @@ class _JointLoss(torch.autograd.Function):
         grads = [torch.zeros_like(head) for head in heads if head.requires_grad]
         own_grad = torch.zeros_like(own) if own.requires_grad else None
         total, equal = weights.new_zeros(()), torch.zeros_like(weights)
-        size = max(FEWEST_TOKENS, LOGIT_BYTES // (4 * len(own)))
+        size = block_tokens(len(own))
         for begin in range(0, len(target), size):
             block = slice(begin, begin + size)
             logits = F.linear(target[block].to(dtype), known[0], known[1])
-            tops, wanted = logits.argmax(-1), logits.softmax(-1, torch.float32)
+            wanted = logits.softmax(-1, torch.float32)
+            tops = wanted.argmax(-1, keepdim=True)
             for step, head in enumerate(heads):
                 states, share = head[block].to(dtype), weights[step, block, None]
                 logits = F.linear(states, matrix, own_bias)
-                equal[step, block] = (logits.argmax(-1) == tops).float()
                 drafted = logits.log_softmax(-1, torch.float32)
+                # On a CPU argmax takes seven times as long as amax; of two tops, either counts.
+                equal[step, block] = (drafted.gather(1, tops)[:, 0] == drafted.amax(-1)).float()
                 total -= (share * (wanted * drafted).sum(-1, True)).sum()
                 drafted = drafted.exp_()
                 found = drafted - wanted
@@ -357,6 +418,6 @@ METHODS = {
     "_prepare_eagle_inputs": _inputs,
     "_map_logits_to_draft_vocab": _logits_of_nothing,
     "_eagle_forward": _draft,
-    "_eagle_loss": _keep,
+    "_eagle_loss": _no_loss,
     "forward": _forward,
 }

@@ -16,7 +16,7 @@ from .block_memory import block_sizes
 from .dflash_recipe import BlockRecipe
 from .drafter_recipe import DrafterRecipe
 from .evaluate import count_rows
-from .lean import FEWEST_TOKENS, LOGIT_BYTES
+from .lean import block_tokens
 from .recipe import EagleRecipe
 
 WIDTHS = {"F32": 4, "BF16": 2, "F16": 2}
@@ -208,6 +208,6 @@ def attention_bytes(recipe: EagleRecipe) -> int:
 def _at_once(recipe: EagleRecipe, config: TargetConfig, tokens: int) -> int:
     """Return the most that is computed again at a time with its gradients: attention, MLP, or some tokens' logits."""
     half = WIDTHS[recipe.compute or recipe.dtype]
-    logits = max(LOGIT_BYTES, 4 * FEWEST_TOKENS * config.vocab)
+    logits = 4 * min(block_tokens(config.vocab), tokens) * config.vocab
     parts = (attention_bytes(recipe) * tokens, 8 * tokens * recipe.intermediate * half)
-    return max(*parts, 6 * min(logits, 4 * tokens * config.vocab))
+    return max(*parts, 6 * logits)

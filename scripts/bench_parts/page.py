@@ -13,7 +13,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = DOCS / "benchmarks.md"
 ORDER = (
     "machine", "start", "demo", "convert", "memory", "speculators", "verify", "validate", "pack", "rates", "quantize",
-    "weight-scales", "quantize-head", "train", "train-memory", "capture", "chain", "reads", "gpu",
+    "weight-scales", "quantize-head", "train", "train-step", "train-memory", "capture", "chain", "reads", "gpu",
 )  # fmt: skip
 
 

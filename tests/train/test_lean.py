@@ -231,9 +231,36 @@ def test_what_stands_in_another_document_changes_nothing(ends):
     assert float(first.loss) == pytest.approx(float(second.loss), rel=1e-6)
 
 
+def test_only_chains_of_which_a_draft_counts_go_on(ends):
+    recipe = dataclasses.replace(TEST_GQA, kernel="sdpa", ttt_steps=3, pack=True)
+    one, length = batch(2, 20), 20
+    one["documents"] = torch.tensor([[0] * 12 + [1] * 8, [0] * 17 + [-1] * 3])
+    model, went = build_module(load_ends(ends, torch.float32), recipe), []
+    model.train()
+    model.eagle_module.layers[0].mlp.gate_proj.register_forward_hook(lambda _m, _i, out: went.append(out.shape[1]))
+    run_eagle(model, one, recipe)
+
+    def counts(row: int, start: int, step: int) -> bool:
+        end, documents = start + step + 1, one["documents"][row].tolist()
+        return end < length and documents[start] == documents[end] >= 0 and bool(one["loss_mask"][row, end])
+
+    starts = [(row, start) for row in range(2) for start in range(length)]
+    going = [sum(any(counts(*at, later) for later in range(step, 3)) for at in starts) for step in (1, 2)]
+    assert went == [2 * length, *going] and 0 < going[1] < going[0] < 2 * length
+
+
+def test_a_batch_in_which_nothing_counts_has_no_loss(ends):
+    recipe, one = dataclasses.replace(TEST_GQA, kernel="sdpa"), batch(2, 20)
+    one["loss_mask"][:] = False
+    [output], model = learn(ends, recipe, [one])
+    output.loss.backward()
+    assert float(output.loss) == 0 and not any(float(grad.abs().max()) for grad in gradients(model).values())
+
+
 def test_positions_begin_anew_with_each_document():
     documents = torch.tensor([[0, 0, 0, 1, 1, -1], [0, 1, 2, 2, 2, 2]])
-    assert find_documents(documents).positions.tolist() == [[0, 1, 2, 0, 1, 0], [0, 0, 0, 1, 2, 3]]
+    positions = find_documents(documents, torch.ones_like(documents), 2).positions
+    assert positions.tolist() == [0, 1, 2, 0, 1, 0, 0, 0, 0, 1, 2, 3]
 
 
 def test_packing_fills_rows_and_loses_nothing():
