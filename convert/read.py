@@ -20,7 +20,7 @@ from ..drafters.facts import Fact, Undecided, find_undecided
 from ..drafters.slots import INTEGER, needs
 from ..engines import detect
 from ..engines.layout import Layout, Stored, ignorable, readable, unclaimed
-from ..engines.moves import Same, Stack
+from ..engines.moves import Same
 from ..errors import (
     ConfigInvalid,
     ConfigUnsupported,
@@ -269,9 +269,13 @@ def _check_twins(head: Head, unfit: Collection[str], problems: Problems) -> None
     for name, row in head.twins.items():
         if name in unfit or any(head.places[slot][1].name in unfit for slot in row.slots):
             continue
-        for slot, part in (find_parts(head.spec, row, head.checkpoint.tensors[name]) or {}).items():
+        info = head.checkpoint.tensors[name]
+        parts = find_parts(head.spec, row, info)
+        for slot in row.slots if parts else row.slots[:1]:
             other = head.places[slot][1]
-            if other.name != name and not same_bytes(part, find_part(head, slot)):
+            # Slots that cannot be told apart are compared together.
+            one, another = (parts[slot], find_part(head, slot)) if parts else (info, other)
+            if other.name != name and not same_bytes(one, another):
                 error = TensorTwins(
                     f"{name} and {other.name} are two names for one weight, but their values differ",
                     where=name,
@@ -305,12 +309,12 @@ def find_part(head: Head, slot: str) -> TensorInfo:
 
 
 def find_parts(spec: Spec, row: Stored, info: TensorInfo) -> dict[str, TensorInfo] | None:
-    """Return where each slot's bytes are inside a stored tensor; None if they do not lie there one after the other."""
+    """Return where each slot's bytes are inside a stored tensor; None if they cannot be told apart."""
     if isinstance(row.move, Same):
         return {row.slots[0]: info}
     known = needs(spec)
     # The scales of slots that were fused before they were quantized belong to all of them.
-    if not isinstance(row.move, Stack) or not known.keys() >= set(row.slots) or info.dtype not in FLOATS:
+    if not known.keys() >= set(row.slots) or info.dtype not in FLOATS:
         return None
     shapes = [known[slot].shape for slot in row.slots]
     if info.shape != row.move.stored_shape(shapes):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -16,33 +16,20 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 
 
-class Move(Protocol):
-    """How slots become one stored tensor and are restored from it, bit for bit."""
-
-    def stored_shape(self, parts: Sequence[Shape]) -> Shape:
-        """Return the stored tensor's shape, given the slots' shapes."""
-        ...
-
-    def pack(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Build the stored tensor from the slots' tensors."""
-        ...
-
-    def unpack(self, stored: torch.Tensor, parts: Sequence[Shape]) -> list[torch.Tensor]:
-        """Split the stored tensor into the slots' tensors, of the given shapes."""
-        ...
-
-
 @dataclass(frozen=True)
 class Same:
     """One slot, stored unchanged."""
 
     def stored_shape(self, parts: Sequence[Shape]) -> Shape:
+        """Return the stored tensor's shape, given the slots' shapes."""
         return parts[0]
 
     def pack(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Build the stored tensor from the slots' tensors."""
         return parts[0]
 
     def unpack(self, stored: torch.Tensor, parts: Sequence[Shape]) -> list[torch.Tensor]:
+        """Split the stored tensor into the slots' tensors, of the given shapes."""
         return [stored]
 
 
@@ -62,3 +49,8 @@ class Stack:
         import torch
 
         return list(torch.split(stored, [part[0] for part in parts], dim=0))
+
+
+# How slots become one stored tensor and are restored from it, bit for bit. Both put the slots' bytes one after the
+# other, so a slot is read and copied by where it lies.
+Move = Same | Stack
