@@ -12,6 +12,7 @@ import click
 
 from .group import FIRST, Kconv
 from .others import completion, demo, run
+from .serve import serve
 from .terminal import echo
 from .versions import version_option
 
@@ -45,5 +46,5 @@ def main(ctx: click.Context) -> None:
         ctx.exit(2)
 
 
-for command in (demo, run, completion):
+for command in (demo, run, serve, completion):
     main.add_command(command)

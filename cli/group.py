@@ -24,6 +24,7 @@ JOBS: dict[str, tuple[str, ...]] = {
     "Look": (),
     "Convert": (),
     "Check and measure": (),
+    "Serve": ("serve",),
     "Make": (),
     "Release": ("run",),
     "Shell": ("completion",),
@@ -56,14 +57,7 @@ OTHER_WORDS = {
     "measure": ("bench",),
     "to-tensorrt": ("to-trtllm",),
     "to-speculator": ("to-speculators",),
-}
-
-# What no command is named for, and how it is done.
-ANSWERS = {
-    **dict.fromkeys(
-        ("serve", "launch", "deploy", "start"),
-        "An engine serves a head: run serve-vllm.sh TARGET, which kconv to-vllm writes beside it.",
-    ),
+    **dict.fromkeys(("launch", "deploy", "start"), ("serve",)),
 }
 
 # Names that users try for an option or an argument of kconv, or for a setting of one: KEY=VALUE, whose option the
@@ -205,9 +199,8 @@ class Kconv(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         if name not in self.list_commands(ctx) and not name.startswith("-") and not ctx.resilient_parsing:
-            close = [] if name in ANSWERS else likely(name, self.list_commands(ctx))
+            close = likely(name, self.list_commands(ctx))
             meant = f" Did you mean {' or '.join(close)}?" if close else " kconv --help lists them."
-            meant = f" {ANSWERS[name]}" if name in ANSWERS else meant
             ctx.fail(f"There is no command {name!r}.{meant}")
         return super().resolve_command(ctx, args)
 

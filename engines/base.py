@@ -142,6 +142,7 @@ class Deployment:
         own_code: whether the target has code of its own (see `needs_code`), which an engine runs only if told to.
         arguments: further words of the command.
         branches, nodes: see `Serving`.
+        steps: draft tokens per step; None for as many as its family drafts.
     """
 
     target: str = TARGET
@@ -151,11 +152,12 @@ class Deployment:
     arguments: tuple[str, ...] = ()
     branches: int = 1
     nodes: int = 0
+    steps: int | None = None
 
     @property
     def draft_tokens(self) -> int:
         """As many as its family drafts unless a user asks for another number."""
-        return (self.spec.drafter if self.spec else EAGLE3).draft_tokens(self.spec)
+        return self.steps or (self.spec.drafter if self.spec else EAGLE3).draft_tokens(self.spec)
 
 
 def needs_code(target: Config | None, head: Config, name: str = "") -> bool:
@@ -201,7 +203,7 @@ class Launch:
         """Return the file's content, for a drafter whose folder it is in."""
         if self.config:
             return self.config(spec, served)
-        words = _flat(self.words(replace(served, target=TARGET, head=HEAD)))
+        words = flat(self.words(replace(served, target=TARGET, head=HEAD)))
         unnamed = served.target == TARGET
         return SCRIPT.format(
             file=self.file,
@@ -212,7 +214,7 @@ class Launch:
         )
 
 
-def _flat(words: Iterable[Word]) -> Iterator[str]:
+def flat(words: Iterable[Word]) -> Iterator[str]:
     """Yield words with a mapping as dotted options, so that a shell can put a value of any name into it.
 
     https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/utils/argparse_utils.py#L425-L462

@@ -90,12 +90,6 @@ def test_other_words_are_understood(word, names):
     assert set(names) <= COMMANDS.keys() and word not in COMMANDS
 
 
-@pytest.mark.parametrize("word, said", {"serve": "serve-vllm.sh TARGET", "launch": "serve-vllm.sh TARGET"}.items())
-def test_what_no_command_does_is_answered_with_what_does_it(word, said):
-    result = say(word, "head")
-    assert result.exit_code == 2 and said in result.stderr and "mean" not in result.stderr
-
-
 @pytest.mark.parametrize("word, said", {"--epochs": "--set passes=N", "--learning-rate": "--set lr=RATE"}.items())
 def test_a_setting_of_a_recipe_that_is_given_as_an_option_is_understood(word, said):
     result = say("train", "target", "out", word, "3")
@@ -150,7 +144,7 @@ def test_faults_are_red_on_a_terminal_and_plain_with_no_color(tmp_path):
     assert code == 1 and "error: " in plain and "\x1b" not in plain
 
 
-@pytest.mark.parametrize("wrong", [("inspect", "gone"), ("serve", "head"), ("train", "a", "b", "--epochs", "3"),
+@pytest.mark.parametrize("wrong", [("inspect", "gone"), ("serving", "head"), ("train", "a", "b", "--epochs", "3"),
                                    ("to-vllm", "{head}", "out", "--captured", "1,2")])  # fmt: skip
 def test_errors_are_folded_between_words_on_a_terminal(tmp_path, monkeypatch, wrong):
     monkeypatch.chdir(tmp_path)

@@ -119,6 +119,7 @@ OTHERS = {
     "vocab": ["reduced", "marked", "--rebuild-t2d"],
     "to-vllm": ["full", "with-target", "--target", "target"],
     "to-speculators": ["full", "speculators", "--target", "target"],
+    "serve": ["full", "--target", "target", "--dry-run"],
     "run": ["recipe.yaml"],
     "completion": ["bash"],
 }

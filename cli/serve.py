@@ -1,0 +1,168 @@
+"""`kconv serve`, which checks a head and gives way to an engine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ..engines import registry
+from ..errors import EngineFailed, LayoutCannot, RequestInvalid
+from ..escape import command
+from .terminal import echo
+
+if TYPE_CHECKING:
+    from ..convert.read import Head
+    from ..engines.base import Engine
+    from ..operations.base import Context
+
+
+def _steps(ctx: click.Context, param: click.Parameter, value: int | None) -> int | None:
+    if value is not None and not 1 <= value <= 32:
+        raise click.BadParameter(f"{value} is not from 1 to 32")
+    return value
+
+
+# A launch command's word for the environment's own.
+PYTHON = "python"
+
+
+@click.command(short_help="Check a head, and start an engine that serves it.")
+@click.argument("head")
+@click.argument("options", metavar="[OPTIONS]...", nargs=-1)
+@click.option("--target", required=True, metavar="TARGET", help="The target, a folder or a Hub id.")
+@click.option("--engine", metavar="ENGINE", help="The engine; by default the first that reads HEAD and is installed.")
+@click.option("--engine-python", metavar="PATH", help="Python of the engine's environment; by default kconv's own.")
+@click.option("--draft-tokens", type=int, callback=_steps, metavar="K", help="Draft tokens per step, 1 to 32.")
+@click.option("--dry-run", is_flag=True, help="Check HEAD and print the engine's command; start nothing.")
+@click.option("--json", "as_json", is_flag=True, help="With --dry-run, print one JSON object.")
+def serve(
+    head: str,
+    options: tuple[str, ...],
+    target: str,
+    engine: str | None,
+    engine_python: str | None,
+    draft_tokens: int | None,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Check HEAD as kconv validate does, then start an engine that serves TARGET with it.
+
+    The engine takes this process's place, with the OPTIONS that stand behind --. A head that it would refuse, or serve
+    wrongly in silence, is not served. TensorRT-LLM reads its options from a file, which kconv to-trtllm writes.
+
+    \b
+    Examples:
+      kconv serve my-head-vllm --target my-target -- --port 8001
+      kconv serve my-head-sglang --target my-target --engine-python env/bin/python
+      kconv serve my-head-vllm --target my-target --dry-run
+    """
+    if as_json and not dry_run:
+        raise click.UsageError("--json goes with --dry-run: an engine prints its own lines")
+    from ..operations.validate import Validate
+    from .progress import Terminal
+    from .show import print_json
+
+    context = Terminal()
+    python = Path(engine_python) if engine_python else Path(sys.executable)
+    served = _open(context, head, target)
+    chosen = _choose(served, engine, python, starts=not dry_run)
+    request = Validate(head=head, target=target, for_=(chosen.name,))
+    report = request.run(context)
+    if not request.passed(report):
+        raise request.failure(report)
+    words = list(_words(context, served, chosen, target, draft_tokens, options))
+    if as_json:
+        print_json({"engine": chosen.name, "command": words})
+        return
+    echo(command(words), err=not dry_run)
+    if not dry_run:
+        folder = python.absolute().parent
+        os.environ["PATH"] = os.pathsep.join(filter(None, (str(folder), os.environ.get("PATH"))))
+        program = str(python if words[0] == PYTHON else folder / words[0])
+        os.execv(program, [program, *words[1:]])
+
+
+def _open(context: Context, head: str, target: str) -> Head:
+    """Open a head with its weights: it is served from its folder, so what is checked is what is served.
+
+    Raises:
+        KconvError: it cannot be read.
+        RequestInvalid: the target is named at a revision, which engines take in options of their own.
+    """
+    from ..checkpoint.manifest import Hints
+    from ..checkpoint.source import HUB_ID, Folder
+    from ..convert.opening import open_head
+
+    aimed = context.source(target)
+    named = HUB_ID.fullmatch(target)
+    if not isinstance(aimed, Folder) and named and named["revision"]:
+        raise RequestInvalid(
+            f"{target} names a revision, but engines take it as an option",
+            where="--target",
+            fix=f"Pass --target {named['repo']} -- --revision {named['revision']}.",
+        )
+    return open_head(context.source(head).open_weights(), None, Hints(), aimed)
+
+
+def _choose(head: Head, name: str | None, python: Path, *, starts: bool) -> Engine:
+    """Return the engine that is to serve a head; to be started, the environment of a Python must have it.
+
+    Raises:
+        EngineUnknown: there is no such engine.
+        LayoutCannot: no engine reads the head's layout, or not this one, or it is told about a head in a file.
+        EngineFailed: it is not installed there.
+    """
+    from ..operations.reading import check_python
+
+    own = [registry.engine(name)] if name else registry.engines_of(head.layout.name)
+    able = [
+        one
+        for one in own
+        if one in registry.engines_of(head.layout.name)
+        and one.launch
+        and one.launch.config is None
+        and head.spec.drafter.name in one.launch.drafters
+    ]
+    if not able:
+        told = [one for one in own if one.launch and one.launch.config]
+        who = " and ".join(one.title for one in own) or "no engine"
+        raise LayoutCannot(
+            f"kconv cannot start {who} with a head in the layout {head.layout.name}",
+            where=head.checkpoint.folder,
+            fix=f"Follow {told[0].launch.file}, which kconv to-{told[0].name} writes beside the head."
+            if told and told[0].launch
+            else "Convert the head first (kconv to-vllm, kconv to-sglang).",
+        )
+    refused: EngineFailed | None = None
+    for one in able if starts else ():
+        try:
+            check_python(python, one.name)
+        except EngineFailed as error:
+            refused = refused or error
+        else:
+            return one
+    if refused is not None:
+        refused.fix = "Pass the python of an environment that has it (--engine-python), or --dry-run for the command."
+        raise refused
+    return able[0]
+
+
+def _words(
+    context: Context, head: Head, engine: Engine, target: str, draft_tokens: int | None, options: tuple[str, ...]
+) -> Iterator[str]:
+    """Yield the words of an engine's command, the user's own last, so that they decide."""
+    from ..checkpoint.folder import read_json
+    from ..engines.base import Deployment, flat, needs_code
+
+    assert engine.launch is not None
+    config = read_json(context.source(target).fetch_config() / "config.json")
+    own_code = needs_code(config, head.checkpoint.config)
+    folder = str(head.checkpoint.folder.absolute())
+    deployment = Deployment(target, folder, head.spec, own_code, steps=draft_tokens)
+    yield from flat(engine.launch.words(deployment))
+    yield from options

@@ -1,0 +1,117 @@
+"""`kconv serve` checks a head and gives way to an engine, here a program that says how it was called."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+from support.faults import write_target
+from support.good_heads import GOOD
+from support.heads import TARGET
+from support.hub import hub
+
+from kconv.cli import main
+
+__all__ = ["hub"]
+
+# The environment of an engine: a python that has its package, and the engine's program beside it.
+PYTHON = """#!{python}
+import json, os, sys
+if "-c" in sys.argv:
+    sys.exit(0 if "{package}" in sys.argv[-1] else 9)
+print(json.dumps([os.path.basename(sys.argv[0]), *sys.argv[1:]]))
+"""
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Return a function that writes a good head and its target, and an environment with an engine."""
+
+    def make(name: str, package: str) -> tuple[Path, Path, Path]:
+        head = GOOD[name].write(tmp_path / "head")
+        target = write_target(tmp_path / "target", TARGET).path
+        programs = tmp_path / "env" / "bin"
+        programs.mkdir(parents=True)
+        for program in ("python", package):
+            (programs / program).write_text(PYTHON.format(python=sys.executable, package=package))
+            (programs / program).chmod(0o755)
+        return head, target, programs / "python"
+
+    return make
+
+
+def call(*words: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "kconv", "serve", *map(str, words)], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "begin", "head_option"),
+    [
+        ("gqa, vllm", "vllm", ["vllm", "serve"], "--speculative-config.model"),
+        ("mla, sglang", "sglang", ["python", "-m", "sglang.launch_server", "--model-path"],
+         "--speculative-draft-model-path"),
+    ],
+)  # fmt: skip
+def test_the_engine_is_started_with_the_head_and_the_users_options(folders, name, package, begin, head_option):
+    head, target, python = folders(name, package)
+    ran = call(head, "--target", target, "--engine-python", python, "--draft-tokens", 5, "--", "--port", "8001")
+    assert ran.returncode == 0, ran.stderr
+    words = json.loads(ran.stdout)
+    assert words[: len(begin) + 1] == [*begin, str(target)]
+    assert words[words.index(head_option) + 1] == str(head) and "5" in words
+    assert words[-2:] == ["--port", "8001"]
+    assert ran.stderr.strip().endswith("--port 8001")
+
+
+def test_a_broken_head_is_not_served(folders):
+    head, target, python = folders("gqa, vllm", "vllm")
+    tensors = load_file(head / "model.safetensors")
+    tensors["norm.weight"][0] = float("nan")
+    save_file(tensors, head / "model.safetensors")
+    ran = call(head, "--target", target, "--engine-python", python)
+    assert ran.returncode == 1 and ran.stdout == "" and "K2" in ran.stderr, ran.stderr
+
+
+def test_a_dry_run_starts_nothing_and_needs_no_engine(folders):
+    head, target, _ = folders("gqa, vllm", "vllm")
+    done = CliRunner().invoke(main, ["serve", str(head), "--target", str(target), "--dry-run", "--json"])
+    found = json.loads(done.stdout)
+    assert done.exit_code == 0 and found["engine"] == "vllm"
+    assert found["command"][:3] == ["vllm", "serve", str(target)]
+    done = CliRunner().invoke(main, ["serve", str(head), "--target", str(target), "--json"])
+    assert done.exit_code == 2 and "--dry-run" in done.output
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("gqa, vllm", ["--engine", "sglang"], "cannot start SGLang with a head in the layout vllm"),
+        ("gqa, trtllm", [], "serve-trtllm.yaml, which kconv to-trtllm writes"),
+        ("gqa, vllm", ["--engine", "otter"], "there is no engine 'otter'"),
+        ("gqa, vllm", ["--engine-python", "/nowhere"], "--engine-python"),
+        ("mla, sglang", ["--engine-python", "PYTHON"], "has no SGLang"),
+    ],
+)
+def test_what_cannot_be_started_is_named(folders, name, options, said):
+    head, target, python = folders(name, "vllm")
+    given = [str(python) if option == "PYTHON" else option for option in options]
+    done = CliRunner().invoke(main, ["serve", str(head), "--target", str(target), *given])
+    assert done.exit_code == 1 and said in done.output + done.stderr, done.output
+
+
+@pytest.mark.parametrize("steps", ["0", "33", "three"])
+def test_a_number_of_drafts_that_is_none_is_refused(steps):
+    done = CliRunner().invoke(main, ["serve", "head", "--target", "target", "--draft-tokens", steps])
+    assert done.exit_code == 2 and steps in done.stderr
+
+
+def test_a_revision_of_a_target_is_the_engines_own_option(folders, hub):
+    head, target, _ = folders("gqa, vllm", "vllm")
+    hub.commit("org/name", {file.name: file.read_bytes() for file in target.iterdir()})
+    done = CliRunner().invoke(main, ["serve", str(head), "--target", "org/name@main", "--dry-run"])
+    assert done.exit_code == 1 and "Pass --target org/name -- --revision main" in done.stderr
