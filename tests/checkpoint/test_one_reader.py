@@ -36,7 +36,7 @@ ELSEWHERE = {
     "train/generate.py": {"open": "what was written here is put in order"},
     "serving/states.py": {"open": "a lock, which holds nothing"},
     "quantize/output.py": {"shutil.copyfile": "regular files of any size, copied in a stream"},
-    "targets/tokenizer.py": {"read_text": "/proc/self/statm, whose size is stated as 0"},
+    "checkpoint/posix.py": {"read_text": "/proc/self/statm, whose size is stated as 0"},
     "tiny/text.py": {"read_bytes": "Python's own modules"},
     "tiny/target.py": {"read_text": "what was written here", "json.loads": "what was written here"},
     "cards/publish/release.py": {"open": "weights; a copy where the disk cannot link, in a stream"},
