@@ -62,7 +62,7 @@ def cli() -> Iterator[str]:
     yield "In short; `kconv COMMAND --help` says more, with examples. In brackets: the default. Exit code 0: done and"
     yield "checked; 1: an error or a failed check; 2: usage; 3: undecided (`kconv validate`)."
     yield ""
-    yield "Each command but `run`, `demo` and `completion` is also a Python function and a recipe's step:"
+    yield "Each command but `run`, `serve`, `demo` and `completion` is also a Python function and a recipe's step:"
     yield "`--draft-tokens 3`, `draft_tokens=3`, `draft_tokens: 3`. In Python the arguments come first, and `from` and"
     yield "`for` are `from_` and `for_`. The `to-` commands are one function, `convert(to=LAYOUT)`. In a recipe the"
     yield "output is the step's folder."
