@@ -83,8 +83,14 @@ def serve(
     if not dry_run:
         folder = python.absolute().parent
         os.environ["PATH"] = os.pathsep.join(filter(None, (str(folder), os.environ.get("PATH"))))
-        program = str(python if words[0] == PYTHON else folder / words[0])
-        os.execv(program, [program, *words[1:]])
+        program = python if words[0] == PYTHON else folder / words[0]
+        if not program.exists():
+            raise EngineFailed(
+                f"{chosen.title} is installed there without its program {words[0]}",
+                where=program,
+                fix=f"Install {chosen.title} in that environment again, or run the command above where it is.",
+            )
+        os.execv(program, [str(program), *words[1:]])
 
 
 def _open(context: Context, head: str, target: str) -> Head:
@@ -130,9 +136,10 @@ def _choose(head: Head, name: str | None, python: Path, *, starts: bool) -> Engi
     ]
     if not able:
         told = [one for one in own if one.launch and one.launch.config]
-        who = " and ".join(one.title for one in own) or "no engine"
+        who = " and ".join(one.title for one in own)
+        what = f"kconv cannot start {who} with a head in" if own else "no engine reads"
         raise LayoutCannot(
-            f"kconv cannot start {who} with a head in the layout {head.layout.name}",
+            f"{what} the layout {head.layout.name}",
             where=head.checkpoint.folder,
             fix=f"Follow {told[0].launch.file}, which kconv to-{told[0].name} writes beside the head."
             if told and told[0].launch

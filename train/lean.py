@@ -40,7 +40,7 @@ KERNELS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.MATH,
 ]
-# Bytes of float32 logits to hold at a time, and the fewest and most tokens: more make no product faster.
+# Bytes of float32 logits to hold at a time, and the fewest and most tokens.
 LOGIT_BYTES, FEWEST_TOKENS, MOST_TOKENS = 256 << 20, 16, 512
 
 

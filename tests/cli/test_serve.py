@@ -104,6 +104,22 @@ def test_what_cannot_be_started_is_named(folders, name, options, said):
     assert done.exit_code == 1 and said in done.output + done.stderr, done.output
 
 
+def test_an_engine_without_its_program_is_named(folders):
+    head, target, python = folders("gqa, vllm", "vllm")
+    (python.parent / "vllm").unlink()
+    ran = call(head, "--target", target, "--engine-python", python)
+    assert (
+        ran.returncode == 1 and "without its program vllm" in ran.stderr and str(python.parent / "vllm") in ran.stderr
+    )
+
+
+def test_a_layout_that_no_engine_reads_is_named(folders, monkeypatch):
+    head, target, _ = folders("gqa, vllm", "vllm")
+    monkeypatch.setattr("kconv.engines.registry.engines_of", lambda _: ())
+    done = CliRunner().invoke(main, ["serve", str(head), "--target", str(target), "--dry-run"])
+    assert done.exit_code == 1 and "no engine reads the layout vllm" in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize("steps", ["0", "33", "three"])
 def test_a_number_of_drafts_that_is_none_is_refused(steps):
     done = CliRunner().invoke(main, ["serve", "head", "--target", "target", "--draft-tokens", steps])
