@@ -13,16 +13,12 @@ from typing import Any
 from ..checkpoint.bytes import Entry, Written, digest, file_digest, stream, write_safetensors
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.manifest import (
-    EXACT,
-    MANIFEST,
-    ConversionRecord,
     DroppedRecord,
     FileRecord,
     Manifest,
     StepRecord,
     TensorRecord,
     Unverified,
-    read_manifest,
     write_manifest,
 )
 from ..checkpoint.pickles import PICKLE
@@ -34,7 +30,7 @@ from ..engines.base import Deployment, needs_code
 from ..engines.registry import launch_files
 from ..errors import ConfigInvalid, TensorValue
 from .plan import Plan, Step
-from .provenance import count_parameters, read_provenance
+from .provenance import Provenance, count_parameters, read_provenance
 from .read import Head, find_part
 
 WEIGHTS = "model.safetensors"
@@ -83,11 +79,7 @@ def fill(
         files.append(_record_file(copy))
     # Written last: without a config no reader mistakes the folder for a checkpoint.
     files.append(_write_text(folder / "config.json", json.dumps(plan.config, indent=2) + "\n"))
-    conversion = past.conversion(plan.conversion, exact=_is_exact(plan))
-    # A newly trained head is not the draft of anything else.
-    same = training is not None or (_is_exact(plan) and conversion is None and not past.altered)
-    manifest = _manifest(plan, weights, tuple(files), training or past.training, conversion)
-    manifest = manifest.model_copy(update={"draft": "as it ships" if same else "another"})
+    manifest = _manifest(plan, past, weights, tuple(files), training)
     past.check(source for step in manifest.tensors for source in step.sources)
     write_manifest(folder, manifest)
     return manifest
@@ -148,31 +140,21 @@ def _dropped(info: TensorInfo, reason: str) -> DroppedRecord:
     return DroppedRecord(name=info.name, dtype=info.dtype, shape=info.shape, blake3=digest(info), reason=reason)
 
 
-def _is_exact(plan: Plan) -> bool:
-    """Return whether every weight is byte-identical to the source, or to the target if it was added from there."""
-    integers = {name for name, need in needs(plan.spec).items() if need.slot.dtype}
-    return all(
-        step.computed is None or step.action in EXACT or integers.issuperset(step.row.slots) for step in plan.steps
-    )
-
-
-def _unverified(head: Head) -> tuple[Unverified, ...]:
+def _unverified(head: Head, past: Provenance) -> tuple[Unverified, ...]:
     """Return the facts about a head that rest on the user's word or on a default, now or at its source's conversion."""
     found = {one.fact: one for one in head.read.unverified}
-    folder = head.checkpoint.folder
-    earlier = read_manifest(folder).unverified if (folder / MANIFEST).is_file() else ()
-    every = (*found.values(), *(one for one in earlier if one.fact not in found))
+    every = (*found.values(), *(one for one in past.unverified if one.fact not in found))
     return tuple(one for one in every if one.fact not in head.read.measured)
 
 
 def _manifest(
-    plan: Plan,
-    weights: Written,
-    files: tuple[FileRecord, ...],
-    training: Mapping[str, Any] | None,
-    conversion: ConversionRecord | None,
+    plan: Plan, past: Provenance, weights: Written, files: tuple[FileRecord, ...], training: Mapping[str, Any] | None
 ) -> Manifest:
     head = plan.source
+    conversion = past.conversion(plan.conversion, exact=plan.exact)
+    # A newly trained head is not the draft of anything else.
+    same = training is not None or (plan.exact and conversion is None and not past.altered)
+    told = training or past.training
     steps: list[StepRecord] = []
     for step in plan.steps:
         blake3 = weights.digests[step.name]
@@ -188,7 +170,8 @@ def _manifest(
         )
     parameters = count_parameters(plan)
     return Manifest(
-        exact=_is_exact(plan),
+        exact=plan.exact,
+        draft="as it ships" if same else "another",
         source=head.checkpoint.source,
         source_config=file_digest(head.checkpoint.folder / "config.json"),
         source_pickles=tuple(file.name for file in head.checkpoint.files if fnmatch.fnmatch(file.name, PICKLE)),
@@ -197,7 +180,7 @@ def _manifest(
         hints=head.hints,
         spec=asdict(plan.spec) | {"kind": plan.spec.kind},
         captured_by=head.read.captured.how,
-        unverified=_unverified(head),
+        unverified=_unverified(head, past),
         parameters=parameters.total,
         parameters_by_origin=parameters,
         config_copied=tuple(head.read.carried),
@@ -205,6 +188,6 @@ def _manifest(
         tensors=tuple(steps),
         dropped=tuple(_dropped(head.checkpoint.tensors[name], reason) for name, reason in plan.dropped.items()),
         files=files,
-        training=dict(training) if training else None,
+        training=dict(told) if told else None,
         conversion=conversion,
     )

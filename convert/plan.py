@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.folder import read_json
 from ..checkpoint.formats import CONFIG_KEY, HEAD_SCALES
 from ..checkpoint.header import TensorInfo, byte_size
-from ..checkpoint.manifest import Action, ConversionRecord
+from ..checkpoint.manifest import EXACT, Action, ConversionRecord
 from ..drafters.base import Spec
 from ..drafters.contract import FLOATS, Expected
 from ..drafters.slots import needs
@@ -134,6 +135,14 @@ class Plan:
     dropped: Mapping[str, str]
     target: SharedTensors | None = None
     conversion: ConversionRecord | None = None
+
+    @cached_property
+    def exact(self) -> bool:
+        """Whether every weight is byte-identical to the source's, or to the target's if it was added from there."""
+        integers = {name for name, need in needs(self.spec).items() if need.slot.dtype}
+        return all(
+            step.computed is None or step.action in EXACT or integers.issuperset(step.row.slots) for step in self.steps
+        )
 
 
 def plan(head: Head, layout: Layout, options: WriteOptions | None = None, change: Change | None = None) -> Plan:

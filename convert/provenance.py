@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.bytes import read_integers
-from ..checkpoint.manifest import MANIFEST, ConversionRecord, Manifest, Parameters, TensorRecord, read_manifest
+from ..checkpoint.manifest import (
+    MANIFEST,
+    ConversionRecord,
+    Manifest,
+    Parameters,
+    TensorRecord,
+    Unverified,
+    read_manifest,
+)
 from ..checkpoint.source import Source
 from ..drafters.base import Spec
 from ..drafters.slots import needs
@@ -25,17 +33,25 @@ class Provenance:
 
     Attributes:
         file: the kconv.json, which need not exist.
-        manifest: its contents; None if there is none, or if it records neither.
-        altered: whether it says that the head differs from the draft that it started from.
+        manifest: its contents; None if there is none.
     """
 
     file: Path
     manifest: Manifest | None
-    altered: bool = False
 
     @property
     def training(self) -> Mapping[str, Any] | None:
         return self.manifest.training if self.manifest else None
+
+    @property
+    def unverified(self) -> tuple[Unverified, ...]:
+        """The facts that rested on the user's word or on a default."""
+        return self.manifest.unverified if self.manifest else ()
+
+    @property
+    def altered(self) -> bool:
+        """Whether the head differs from the draft that it started from."""
+        return self.manifest is not None and not self.manifest.as_it_ships
 
     def conversion(self, now: ConversionRecord | None, *, exact: bool) -> ConversionRecord | None:
         """Return the record of the output's attention: an exact conversion keeps the old one, another refers to it.
@@ -52,8 +68,8 @@ class Provenance:
         return now.model_copy(update={"prompts": prompts, "before": before})
 
     def check(self, sources: Iterable[TensorRecord]) -> None:
-        """Raise ManifestMismatch unless the manifest describes these tensors; its history is false for others."""
-        if self.manifest is None:
+        """Raise ManifestMismatch if the manifest tells a history of tensors other than these."""
+        if self.manifest is None or not (self.manifest.training or self.manifest.conversion):
             return
         known = {step.output.name: step.output.blake3 for step in self.manifest.tensors}
         for record in sources:
@@ -72,9 +88,7 @@ def read_provenance(folder: Path) -> Provenance:
         ManifestMismatch: it does not match the schema.
     """
     file = folder / MANIFEST
-    manifest = read_manifest(folder) if file.is_file() else None
-    tells = manifest is not None and (manifest.training or manifest.conversion)
-    return Provenance(file, manifest if tells else None, manifest is not None and not manifest.as_it_ships)
+    return Provenance(file, read_manifest(folder) if file.is_file() else None)
 
 
 @dataclass(frozen=True)
