@@ -17,7 +17,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import FileIO
-from itertools import cycle
+from itertools import cycle, groupby
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Self
@@ -149,19 +149,11 @@ def _pieces(file: FileIO, begin: int, end: int, ring: Iterator[memoryview]) -> I
         begin += count
 
 
-def read_floats(info: TensorInfo, rows: Sequence[int] | None = None) -> np.ndarray:
+def read_floats(info: TensorInfo, rows: Sequence[int] | np.ndarray | None = None) -> np.ndarray:
     """Read a BF16, F16 or F32 tensor as float32, without torch: all of it, or these rows of a matrix in this order."""
     if rows is None:
         return to_floats(b"".join(map(bytes, stream(info))), info.dtype).reshape(info.shape)
-    width = info.size // info.shape[0]
-    data = memoryview(bytearray(len(rows) * width))
-    with _readable(info.file), info.file.open("rb", buffering=0) as file:
-        for place, row in enumerate(rows):
-            at = info.begin + int(row) * width
-            part = info._replace(begin=at, size=width)
-            for _ in _exactly(file, part, iter([data[place * width : (place + 1) * width]])):
-                pass
-    return to_floats(data, info.dtype).reshape(len(rows), -1)
+    return to_floats(row_bytes(info, rows).data, info.dtype).reshape(len(rows), -1)
 
 
 def read_integers(info: TensorInfo) -> np.ndarray:
@@ -176,11 +168,22 @@ def read_integers(info: TensorInfo) -> np.ndarray:
     return np.frombuffer(b"".join(map(bytes, stream(info))), INTEGERS[info.dtype]).reshape(info.shape)
 
 
-def row_bytes(info: TensorInfo, ids: np.ndarray) -> np.ndarray:
-    """Read some rows of a matrix, without the rest: [n, bytes of a row], row k being the matrix's row `ids[k]`."""
+def row_bytes(info: TensorInfo, rows: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Read some rows of a matrix, without the rest: [n, bytes of a row], row k being the matrix's row `rows[k]`."""
     import numpy as np
 
-    return np.memmap(info.file, np.uint8, "r", info.begin, (info.shape[0], info.size // info.shape[0]))[ids]
+    width = info.size // info.shape[0]
+    found, done = np.empty((len(rows), width), np.uint8), 0
+    with _readable(info.file), info.file.open("rb", buffering=0) as file:
+        # Consecutive rows are read at once.
+        for _, run in groupby(enumerate(map(int, rows)), lambda at: at[1] - at[0]):
+            (_, first), *more = run
+            count = 1 + len(more)
+            part = info._replace(begin=info.begin + first * width, size=count * width)
+            for _ in _exactly(file, part, iter([found[done : done + count].data.cast("B")])):
+                pass
+            done += count
+    return found
 
 
 def same_bytes(one: TensorInfo, other: TensorInfo) -> bool:

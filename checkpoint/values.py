@@ -65,18 +65,26 @@ def to_floats(data: bytes | memoryview, dtype: str) -> np.ndarray:
     return np.frombuffer(data, {"F16": "<f2", "F32": "<f4"}[dtype]).astype("<f4")
 
 
-def round_floats(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Return float32 values rounded to the nearest that BF16, F16 or F32 has, ties to even, as float32."""
+def cast_floats(data: bytes | memoryview, own: str, dtype: str) -> tuple[np.ndarray, int]:
+    """Round BF16, F16 or F32 bytes to the nearest values of another of these dtypes, ties to even.
+
+    Returns:
+        Their bits, and how many values exceed the other dtype's range.
+    """
     import numpy as np
 
-    if dtype == "F32":
-        return values
-    if dtype == "F16":
-        return values.astype("<f2").astype("<f4")
-    bits = values.view("<u4")
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF_0000
-    # The sum would turn some NaN into another number.
-    return np.where(np.isnan(values), values, rounded.view("<f4"))
+    bits = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}
+    if own == dtype:
+        return np.frombuffer(data, bits[dtype]), 0
+    values = to_floats(data, own)
+    if dtype == "BF16":
+        words = values.view("<u4")
+        # The sum would turn some NaN into another number.
+        found = np.where(np.isnan(values), 0x7FC0, (words + 0x7FFF + ((words >> 16) & 1)) >> 16).astype("<u2")
+    else:
+        with np.errstate(over="ignore"):
+            found = values.astype(bits[dtype])
+    return found, int((np.isinf(to_floats(found.data.cast("B"), dtype)) & ~np.isinf(values)).sum())
 
 
 class Scan:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from ..checkpoint.bytes import INTEGERS, ROWS, row_bytes, stream
 from ..checkpoint.header import TensorInfo, byte_size
+from ..checkpoint.values import cast_floats
 from ..errors import TensorValue
 
 if TYPE_CHECKING:
@@ -96,25 +98,28 @@ def spread_rows(matrix: TensorInfo, ids: np.ndarray, vocab: int, filler: Tensor,
     return from_blocks(matrix.dtype, (vocab, matrix.shape[1]), reason, blocks)
 
 
-def rounded(name: str, own: str, dtype: str, shape: tuple[int, ...], read: Callable[[], Iterable[Tensor]]) -> Computed:
-    """Return a tensor rounded to the nearest value of another dtype, ties to even.
+def rounded(info: TensorInfo, dtype: str) -> Computed:
+    """Return a stored weight rounded to the nearest value of another dtype, ties to even.
 
-    `own` names its dtype; `read` reads it, in consecutive blocks along its first dim. A value beyond the other dtype's
-    range is a TensorValue, raised by `chunks`.
+    A value beyond the other dtype's range is a TensorValue, raised by `chunks`.
     """
 
-    def blocks() -> Iterator[Tensor]:
-        import torch
-
-        from ..checkpoint.tensors import TORCH
-
-        for block in read():
-            found = block.to(TORCH[dtype])
-            beyond = int((torch.isinf(found) & ~torch.isinf(block)).sum())
+    def chunks() -> Iterator[memoryview]:
+        for chunk in stream(info):
+            found, beyond = cast_floats(chunk, info.dtype, dtype)
             if beyond:
                 raise TensorValue(
-                    f"{beyond} values of {name} exceed the range of {dtype}", where=name, fix="Remove --dtype."
+                    f"{beyond} values of {info.name} exceed the range of {dtype}",
+                    where=info.name,
+                    fix="Remove --dtype.",
                 )
-            yield found
+            yield found.data.cast("B")
 
-    return from_blocks(dtype, shape, f"{own} rounded to the nearest {dtype}, ties to even", blocks)
+    return Computed(dtype, info.shape, f"{info.dtype} rounded to the nearest {dtype}, ties to even", chunks)
+
+
+def stacked(parts: Iterable[Computed], shape: tuple[int, ...], reason: str) -> Computed:
+    """Return tensors of one dtype, one after the other."""
+    parts = list(parts)
+    (dtype,) = {part.dtype for part in parts}
+    return Computed(dtype, shape, reason, lambda: chain.from_iterable(part.chunks() for part in parts))

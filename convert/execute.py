@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.bytes import Entry, Written, digest, file_digest, stream, write_safetensors
+from ..checkpoint.formats import SIDE_FILE
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.manifest import (
     DroppedRecord,
@@ -22,13 +23,12 @@ from ..checkpoint.manifest import (
     write_manifest,
 )
 from ..checkpoint.pickles import PICKLE
-from ..checkpoint.schema import MAX_YAML, read_bounded
 from ..checkpoint.staging import staged
 from ..checkpoint.values import BEFORE_IT_BROKE, Values
 from ..drafters.slots import needs
 from ..engines.base import Deployment, needs_code
 from ..engines.registry import launch_files
-from ..errors import ConfigInvalid, TensorValue
+from ..errors import TensorValue
 from .plan import Plan, Step
 from .provenance import Provenance, count_parameters, read_provenance
 from .read import Head, find_part
@@ -72,13 +72,11 @@ def fill(
         if plan.target is not None and not plan.target.is_folder:
             served = Deployment(plan.target.name.partition("@")[0], own_code=own_code)
         for name, text in launch_files(plan.spec, plan.layout.name, served).items():
-            files.append(_write_text(folder / name, text))
-    if plan.source.side_file is not None:
-        copy = folder / plan.source.side_file.name
-        copy.write_bytes(read_bounded(plan.source.side_file, ConfigInvalid, limit=MAX_YAML, fix="Export it again."))
-        files.append(_record_file(copy))
+            files.append(_write(folder / name, text.encode()))
+    if plan.source.side:
+        files.append(_write(folder / SIDE_FILE, plan.source.side))
     # Written last: without a config no reader mistakes the folder for a checkpoint.
-    files.append(_write_text(folder / "config.json", json.dumps(plan.config, indent=2) + "\n"))
+    files.append(_write(folder / "config.json", (json.dumps(plan.config, indent=2) + "\n").encode()))
     manifest = _manifest(plan, past, weights, tuple(files), training)
     past.check(source for step in manifest.tensors for source in step.sources)
     write_manifest(folder, manifest)
@@ -121,15 +119,11 @@ def _filled(plan: Plan) -> Callable[[str, Values], None]:
     return check
 
 
-def _write_text(file: Path, text: str) -> FileRecord:
-    file.write_text(text, encoding="utf-8")
-    if text.startswith("#!"):
+def _write(file: Path, data: bytes) -> FileRecord:
+    file.write_bytes(data)
+    if data.startswith(b"#!"):
         file.chmod(file.stat().st_mode | 0o111)
-    return _record_file(file)
-
-
-def _record_file(file: Path) -> FileRecord:
-    return FileRecord(name=file.name, size=file.stat().st_size, sha256=file_digest(file))
+    return FileRecord(name=file.name, size=len(data), sha256=file_digest(file))
 
 
 def _record(info: TensorInfo, blake3: str) -> TensorRecord:

@@ -7,12 +7,12 @@ is accounted for.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..checkpoint.folder import read_json
 from ..checkpoint.formats import CONFIG_KEY, HEAD_SCALES
 from ..checkpoint.header import TensorInfo, byte_size
 from ..checkpoint.manifest import EXACT, Action, ConversionRecord
@@ -23,14 +23,11 @@ from ..engines.layout import Layout, Stored, stored
 from ..engines.moves import Same
 from ..engines.registry import writable
 from ..errors import LayoutCannot
-from .computed import Computed, from_blocks, from_target, rounded, zeros
+from .computed import Computed, from_target, rounded, stacked, zeros
 from .config import carry, refuse_unstated
 from .quantized import add_scales, names_beside, refuse_renaming
-from .read import Head, read_slot, rows_of
+from .read import Head, find_part, rows_of
 from .shared import SharedTensors, omitted_slots, refuse_target
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -163,7 +160,7 @@ def plan(head: Head, layout: Layout, options: WriteOptions | None = None, change
     given, spec = spec, layout.becomes(spec)
     more = {slot: need for slot, need in needs(spec).items() if slot not in needs(given)}
     filled = {slot: Replaced(zeros(spec.dtype, need.shape), "zeros") for slot, need in more.items()}
-    change = replace(change, replaced={**change.replaced, **filled})
+    change = replace(change, replaced={**_rounded(head, options.dtype), **change.replaced, **filled})
     write_config = check_layout(spec, layout, {**head.places, **change.replaced})
     refuse_target(head, layout, options.target)
     omitted = omitted_slots(head, layout, options.target) if options.drop_shared else {}
@@ -176,7 +173,7 @@ def plan(head: Head, layout: Layout, options: WriteOptions | None = None, change
         if any(slot in change.replaced for slot in row.slots):
             steps += _computed(name, row, head, change)
         else:
-            steps.append(_cast(_exact(name, row, head), head, options.dtype))
+            steps.append(_exact(name, row, head))
     lacking = {slot: why for slot, why in layout.needs.items() if slot not in held}
     steps += [
         _added(name, row, lacking, spec, options.target)
@@ -279,38 +276,24 @@ def _computed(name: str, row: Stored, head: Head, change: Change) -> list[Step]:
     own = [SourceTensor(*head.places[slot]) for slot in row.slots if slot in head.places]
     more = [source for slot in row.slots if slot in change.replaced for source in change.replaced[slot].sources]
 
-    def blocks() -> Iterable[torch.Tensor]:
-        from ..checkpoint.tensors import TORCH
-
-        return [row.move.pack([_whole(slot, head, change).to(TORCH[first.computed.dtype]) for slot in row.slots])]
-
-    packed = from_blocks(first.computed.dtype, row.expected.shape, first.computed.reason, blocks)
-    return [Step(name, tuple(dict.fromkeys([*own, *more])), row, first.action, packed)]
-
-
-def _whole(slot: str, head: Head, change: Change) -> torch.Tensor:
-    from ..checkpoint.tensors import from_bytes
-
-    if slot not in change.replaced:
-        return read_slot(head, slot)
-    computed = change.replaced[slot].computed
-    return from_bytes(bytearray().join(computed.chunks()), computed.dtype, computed.shape)
+    dtype, reason = first.computed.dtype, first.computed.reason
+    parts = [
+        change.replaced[slot].computed if slot in change.replaced else rounded(find_part(head, slot), dtype)
+        for slot in row.slots
+    ]
+    return [
+        Step(name, tuple(dict.fromkeys([*own, *more])), row, first.action, stacked(parts, row.expected.shape, reason))
+    ]
 
 
-def _cast(step: Step, head: Head, dtype: str) -> Step:
-    """Return a step that also rounds, if it changes a weight's dtype; scales keep theirs."""
-    info, is_weight = step.sources[0].info, step.row.slots[0] in needs(head.spec)
-    if not dtype or not is_weight or info.dtype not in FLOATS or info.dtype == dtype:
-        return step
-
-    def read() -> Iterable[torch.Tensor]:
-        from ..checkpoint.tensors import read_tensor, row_blocks
-
-        if not step.is_copy:
-            return [step.row.move.pack([read_slot(head, slot) for slot in step.row.slots])]
-        return row_blocks(info) if len(info.shape) == 2 else [read_tensor(info)]
-
-    return replace(step, action="cast", computed=rounded(step.name, info.dtype, dtype, step.shape, read))
+def _rounded(head: Head, dtype: str) -> dict[str, Replaced]:
+    """Return the weights that another dtype changes; scales keep theirs."""
+    found: dict[str, Replaced] = {}
+    for slot in needs(head.spec).keys() & head.places.keys() if dtype else ():
+        row, info = head.places[slot]
+        if info.dtype in FLOATS and info.dtype != dtype:
+            found[slot] = Replaced(rounded(find_part(head, slot), dtype), "cast", (SourceTensor(row, info),))
+    return found
 
 
 def _added(name: str, row: Stored, reasons: Mapping[str, str], spec: Spec, target: SharedTensors | None) -> Step:
@@ -339,6 +322,4 @@ def _check_lost(head: Head, layout: Layout, steps: Iterable[Step], dropped: Mapp
 def _check_renaming(head: Head, steps: Iterable[Step]) -> None:
     renamed = {step.sources[0].info.name: step.name for step in steps if step.action == "renamed"}
     if head.is_quantized and renamed:
-        stated = {CONFIG_KEY: head.read.carried.get(CONFIG_KEY)}
-        side = {"side": read_json(head.side_file)} if head.side_file else {}
-        refuse_renaming(stated | side, renamed)
+        refuse_renaming(json.dumps(head.read.carried.get(CONFIG_KEY)).encode() + head.side, renamed)

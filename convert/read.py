@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.bytes import read_integers, same_bytes
@@ -13,6 +13,7 @@ from ..checkpoint.folder import Checkpoint
 from ..checkpoint.formats import CONFIG_KEY, HEAD_SCALES, SIDE_FILE
 from ..checkpoint.header import TensorInfo, byte_size
 from ..checkpoint.manifest import Hints
+from ..checkpoint.schema import MAX_YAML, read_bounded
 from ..drafters.base import Drafter, Kind, Spec
 from ..drafters.captured import Captured
 from ..drafters.contract import FLOATS, Problems, check_d2t, compare, problem_of, summarize
@@ -78,11 +79,13 @@ class Head:
         """Whether any linear layer is stored with scales."""
         return has_scales(self.places)
 
-    @property
-    def side_file(self) -> Path | None:
-        """The file next to config.json that says how to read the scales, if there is one."""
+    @cached_property
+    def side(self) -> bytes:
+        """The file next to config.json that says how to read the scales; empty without one."""
         file = self.checkpoint.folder / SIDE_FILE
-        return file if self.is_quantized and not self.checkpoint.headers_only and file.is_file() else None
+        if not self.is_quantized or self.checkpoint.headers_only or not file.is_file():
+            return b""
+        return read_bounded(file, ConfigInvalid, limit=MAX_YAML, fix="Export it again.")
 
 
 @dataclass(frozen=True)
@@ -285,7 +288,7 @@ def _check_twins(head: Head, unfit: Collection[str], problems: Problems) -> None
 
 
 def _check_quantization(head: Head, problems: Problems) -> None:
-    stated = CONFIG_KEY in head.read.carried or head.side_file is not None or head.checkpoint.headers_only
+    stated = CONFIG_KEY in head.read.carried or head.side or head.checkpoint.headers_only
     if head.is_quantized and not stated:
         error = ConfigInvalid(
             f"the weights are quantized, but neither {CONFIG_KEY} in the config nor {SIDE_FILE} says how",

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint.bytes import ROWS, row_bytes, same_bytes
+from ..checkpoint.bytes import ROWS, read_floats, row_bytes, same_bytes
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.source import Folder, Source
-from ..checkpoint.values import round_floats, to_floats
+from ..checkpoint.values import cast_floats
 from ..drafters.base import Spec
 from ..drafters.contract import FLOATS
 from ..drafters.slots import needs
@@ -238,14 +238,10 @@ def _count_equal(lm_head: TensorInfo, reference: TensorInfo, ids: np.ndarray) ->
     for begin in range(0, len(ids), ROWS):
         own = np.arange(begin, min(begin + ROWS, len(ids)))
         own = own[(ids[own] >= 0) & (ids[own] < reference.shape[0])]
-        theirs = round_floats(_rows(reference, ids[own]), lm_head.dtype)
-        equal += int((_rows(lm_head, own) == theirs).all(axis=1).sum())
+        theirs = cast_floats(row_bytes(reference, ids[own]).data, reference.dtype, lm_head.dtype)[0]
+        mine = row_bytes(lm_head, own)
+        equal += int((mine == theirs.view(np.uint8).reshape(mine.shape)).all(axis=1).sum())
     return equal
-
-
-def _rows(matrix: TensorInfo, ids: np.ndarray) -> np.ndarray:
-    """Return some rows of a matrix as float32."""
-    return to_floats(row_bytes(matrix, ids).tobytes(), matrix.dtype).reshape(len(ids), -1)
 
 
 @dataclass(frozen=True)
@@ -297,15 +293,15 @@ def find_displaced(own: TensorInfo, theirs: TensorInfo, ids: np.ndarray) -> Disp
 
     sampled = spread(np.arange(len(ids)), SAMPLED)
     # What all rows of a matrix have in common says nothing about a token.
-    common = [unit(_rows(*one).mean(0)) for one in ((own, sampled), (theirs, ids[sampled]))]
+    common = [unit(read_floats(*one).mean(0)) for one in ((own, sampled), (theirs, ids[sampled]))]
 
     def directions(rows: np.ndarray, shared: np.ndarray) -> np.ndarray:
         return unit(rows - np.outer(rows @ shared, shared))
 
     def looked_at(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return rows of the head's, and the cosine of each with its own token's."""
-        mine = directions(_rows(own, rows), common[0])
-        return mine, (mine * directions(_rows(theirs, ids[rows]), common[1])).sum(1)
+        mine = directions(read_floats(own, rows), common[0])
+        return mine, (mine * directions(read_floats(theirs, ids[rows]), common[1])).sum(1)
 
     # The best of many random directions is this like a row; a matrix that is narrow for its vocabulary shows little.
     chance = math.sqrt(2 * math.log(theirs.shape[0]) / theirs.shape[1])
@@ -317,7 +313,7 @@ def find_displaced(own: TensorInfo, theirs: TensorInfo, ids: np.ndarray) -> Disp
     mine, before = looked_at(probed)
     best, nearest = np.full_like(before, -1.0), np.zeros_like(probed)
     for begin in range(0, theirs.shape[0], ROWS):
-        block = _rows(theirs, np.arange(begin, min(begin + ROWS, theirs.shape[0])))
+        block = read_floats(theirs, np.arange(begin, min(begin + ROWS, theirs.shape[0])))
         likeness = mine @ directions(block, common[1]).T
         nearest = np.where(likeness.max(1) > best, likeness.argmax(1) + begin, nearest)
         best = np.maximum(likeness.max(1), best)

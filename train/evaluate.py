@@ -40,7 +40,7 @@ def draft_head(state: Mapping[str, Tensor], model: Model, spec: Spec, family: Fa
     known = needs(spec)
     for name, row in stored(by_name(family.exported(spec)), spec).items():
         if name in state:
-            parts = row.move.unpack(state[name], [known[slot].shape for slot in row.slots])
+            parts = torch.split(state[name], [known[slot].shape[0] for slot in row.slots])
             weights |= dict(zip(row.slots, parts, strict=True))
     return spec.drafter.load(spec, {slot: weight.detach().to(device) for slot, weight in weights.items()})
 

@@ -189,7 +189,7 @@ def _take_over(model: Model, recipe: DrafterRecipe, head: Head) -> None:
     own = getattr(model, family.part).state_dict()
     for name, row in stored(by_name(family.exported(head.spec)), head.spec).items():
         if name in own:
-            own[name].copy_(row.move.pack([read_slot(head, slot) for slot in row.slots]))
+            own[name].copy_(torch.cat([read_slot(head, slot) for slot in row.slots]))
 
 
 CURVES, UNTRAINED = "curves.png", "untrained.json"

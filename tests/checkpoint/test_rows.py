@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from kconv.checkpoint.header import read_header
 from kconv.checkpoint.tensors import read_rows, row_blocks
+from kconv.errors import CorruptHeader
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.float8_e4m3fn)
 
@@ -36,3 +37,13 @@ def test_blocks_make_up_the_whole(file, count):
     blocks = list(row_blocks(read_header(file)["torch.float32"], count))
     assert torch.equal(torch.cat(blocks), load_file(file)["torch.float32"])
     assert {len(block) for block in blocks[:-1]} <= {count}
+
+
+def test_a_file_that_became_shorter_is_named(tmp_path, file):
+    short = tmp_path / "model.safetensors"
+    short.write_bytes(file.read_bytes())
+    info = read_header(short)["odd"]
+    matrix = read_header(short)["torch.float32"]
+    short.write_bytes(short.read_bytes()[: min(info.begin, matrix.begin)])
+    with pytest.raises(CorruptHeader, match=r"model\.safetensors ended"):
+        read_rows(matrix, torch.tensor([3, 4, 9]))

@@ -8,7 +8,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kconv.checkpoint.values import Scan, Values
+from kconv.checkpoint.values import Scan, Values, cast_floats
+from kconv.drafters.contract import FLOATS
 
 DTYPES = {
     "F64": torch.float64,
@@ -85,3 +86,20 @@ def test_rows_of_zeros_are_counted_however_the_chunks_fall(rows, columns, step, 
 @pytest.mark.parametrize("dtype", ["I64", "U8", "BOOL", "F4"])
 def test_what_is_no_float_format_is_not_looked_at(dtype):
     assert scan(dtype, b"\xff" * 16) == scan(dtype, b"\0" * 16) == Values(0, False)
+
+
+@pytest.mark.parametrize("own", FLOATS)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_cast_is_torchs(own, dtype):
+    width = 2 if own != "F32" else 4
+    bits = torch.arange(-(2**15), 2**15) if width == 2 else torch.randint(-(2**31), 2**31, (1 << 16,))
+    values = bits.to({2: torch.int16, 4: torch.int32}[width]).view(DTYPES[own])
+    if width == 4:
+        # Patterns of a narrower format, and what lies halfway between two of them.
+        near = torch.arange(-(2**15), 2**15).to(torch.int16).view(DTYPES[dtype]).float() if dtype != own else values
+        values = torch.cat([values, near, (near + near.roll(-1)) / 2])
+    found, beyond = cast_floats(values.view(torch.uint8).numpy().tobytes(), own, dtype)
+    wanted = values.to(DTYPES[dtype])
+    back = torch.frombuffer(bytearray(found.tobytes()), dtype=DTYPES[dtype])
+    assert torch.equal(back.nan_to_num(7), wanted.nan_to_num(7))
+    assert beyond == int((wanted.isinf() & ~values.isinf()).sum())

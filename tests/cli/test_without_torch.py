@@ -119,6 +119,7 @@ OTHERS = {
     "vocab": ["reduced", "marked", "--rebuild-t2d"],
     "to-vllm": ["full", "with-target", "--target", "target"],
     "to-speculators": ["full", "speculators", "--target", "target"],
+    "to-portable": ["wide", "rounded", "--dtype", "bfloat16"],
     "serve": ["full", "--target", "target", "--dry-run"],
     "run": ["recipe.yaml"],
     "completion": ["bash"],
@@ -148,7 +149,7 @@ ASKS = {"generate"}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a release, heads, a target's config and prompts."""
     folder = tmp_path_factory.mktemp("files")
-    for name, spec in (("full", GQA), ("reduced", replace(GQA, draft_vocab=40))):
+    for name, spec in (("full", GQA), ("reduced", replace(GQA, draft_vocab=40)), ("wide", replace(GQA, dtype="F32"))):
         write_head(folder / name, BY_NAME["vllm"], spec, random_slots(spec))
     write_release(folder / "release")
     write_acceptance(

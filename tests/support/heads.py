@@ -171,7 +171,7 @@ def write_head(
     """Write slots as a checkpoint folder in a layout, with the layout's config or the given one."""
     folder.mkdir(parents=True)
     tensors = {
-        name: row.move.pack([slots[slot] for slot in row.slots]).clone().contiguous()
+        name: torch.cat([slots[slot] for slot in row.slots])
         for name, row in stored(layout, spec).items()
         if all(slot in slots for slot in row.slots)
     }
