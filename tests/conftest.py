@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import click
 import pytest
+from click.testing import CliRunner, Result
 from filelock import FileLock
 from hypothesis import settings
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import best_match
+
+from kconv.cli import main
 
 ROOT = Path(__file__).parent
+DOCS = ROOT.parent / "docs"
+# Commands that print what a file of theirs holds.
+LIKE_FILES = {"bench": "acceptance", "quote": "acceptance", "states": "states", "quantize-head": "kconv"}
 
 # A machine that is slow for a moment is no fault of the example that it was at.
 settings.register_profile("kconv", deadline=None)
@@ -93,4 +104,30 @@ def short_gauges():
         patch.setattr("kconv.convert.attention.latents.GAUGE_STEPS", 40)
         patch.setattr("kconv.convert.attention.latents.GAUGE_BATCH", 512)
         patch.setattr("kconv.convert.attention.heal.STEP_TOKENS", 256)
+        yield
+
+
+@pytest.fixture(scope="session")
+def schemas() -> dict[str, Draft202012Validator]:
+    """Return the schema of what a command prints with --json, by its name; that of every `to-` is "to-vllm"'s."""
+    files = {file.name.removesuffix(".schema.json"): file for file in (DOCS / "schemas").iterdir()}
+    files |= {command: DOCS / f"{file}.schema.json" for command, file in LIKE_FILES.items()}
+    return {name: Draft202012Validator(json.loads(file.read_text())) for name, file in files.items()}
+
+
+@pytest.fixture(autouse=True, scope="session")
+def every_object_that_is_printed_is_of_its_schema(schemas: dict[str, Draft202012Validator]) -> Iterator[None]:
+    invoke = CliRunner.invoke
+
+    def checked(runner: CliRunner, cli: click.Command, args: Any = None, *rest: Any, **options: Any) -> Result:
+        result = invoke(runner, cli, args, *rest, **options)
+        if cli is main and isinstance(args, list) and "--json" in args and result.stdout.strip():
+            printed = json.loads(result.stdout)
+            command = "to-vllm" if str(args[0]).startswith("to-") else str(args[0])
+            fault = best_match(schemas["error" if "error" in printed else command].iter_errors(printed))
+            assert fault is None, f"{command}: {fault.json_path}: {fault.message}"
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CliRunner, "invoke", checked)
         yield

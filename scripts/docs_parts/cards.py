@@ -1,4 +1,4 @@
-"""Write the cards in docs/cards from the facts and the quoted figures next to them, and the schema of acceptance.json.
+"""Write the cards in docs/cards from the facts and the quoted figures next to them.
 
     scripts/docs cards [OUT]
 
@@ -6,12 +6,11 @@ With OUT, writes there and leaves docs/ alone.
 """
 
 import argparse
-import json
 import shutil
 import tempfile
 from pathlib import Path
 
-from kconv.bench.acceptance import AcceptanceFile, read_acceptance
+from kconv.bench.acceptance import read_acceptance
 from kconv.cards.card import gather, make_card, write
 from kconv.cards.facts import read_facts
 
@@ -23,7 +22,6 @@ STYLES = {
     "kimi-k2.6-eagle3-mla": "compact",
     "kimi-k2.5-eagle3-mla": "compact",
 }
-SCHEMA = "acceptance.schema.json"
 
 
 def main() -> None:
@@ -38,7 +36,6 @@ def main() -> None:
             evidence = gather(Path(made), None, read_facts(given / "facts.yaml"), figures)
             write(Path(made), make_card(evidence, style))
             shutil.copytree(made, out / "cards" / name, dirs_exist_ok=True)
-    (out / SCHEMA).write_text(json.dumps(AcceptanceFile.model_json_schema(), indent=1) + "\n")
 
 
 if __name__ == "__main__":

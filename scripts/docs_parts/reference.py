@@ -1,4 +1,4 @@
-"""Write docs/reference/, parts of docs/engines/ and README.md, and the schemas of kconv.json and states.json.
+"""Write docs/reference/, the schemas, and parts of docs/engines/, docs/validate.md and README.md.
 
 scripts/docs reference            write them
 scripts/docs reference --check    exit 1 if any of them is not current
@@ -21,10 +21,13 @@ import click
 import yaml
 from click.testing import CliRunner
 from docs_parts.layouts import layouts
-from docs_parts.models import FILES, attributes, default_of, schema_name, schemas
+from docs_parts.models import attributes, default_of, schema_files, schemas
 from docs_parts.published import published
 from docs_parts.support import in_short, support
 from pydantic_core import PydanticUndefined
+from support.faults import FAULTS
+from support.good_heads import GOOD
+from support.target_faults import FAULTS as TARGET_FAULTS
 
 from kconv import errors
 from kconv.cli import main as kconv
@@ -79,7 +82,12 @@ def cli() -> Iterator[str]:
     }
     seen = Counter(text for name in told for text in own[name])
     shared = [text for text in seen if seen[text] >= SHARED]
-    yield from ("", "## Shared options", "", "All commands have `--json` and `--help`. A line *Shared* names others:")
+    yield from (
+        "",
+        "## Shared options",
+        "",
+        "All commands have `--help` and `--json` ([schemas](schemas.md)). A line *Shared* names others:",
+    )
     yield from ("", "```text", *_options(dict.fromkeys(shared, "")), "```")
     yield from ("", "Options for *reading a head*, if its files leave something open:", "", "```text")
     yield from (*(_wrapped(text) for text in parts["inspect"][2] if text.split()[0] in reading), "```")
@@ -251,7 +259,7 @@ PAGES = {
     "heads.md": ("Published heads", published),
     "rules.md": ("Rules", rules),
     "recipes.md": ("Recipes", recipes),
-    "schemas.md": ("Files", schemas),
+    "schemas.md": ("Schemas", schemas),
     "errors.md": ("Errors", error_pages),
 }
 
@@ -285,13 +293,29 @@ def make() -> dict[Path, str]:
         DOCS / "reference" / name: "\n".join([f"# {title}", "", MADE, "", *lines()]) + "\n"
         for name, (title, lines) in PAGES.items()
     }
-    made = {
-        DOCS / schema_name(name): json.dumps(FILES[name].model_json_schema(by_alias=True), indent=1) + "\n"
-        for name in ("kconv.json", "states.json")
-    }
+    made = {DOCS / name: text for name, text in schema_files().items()}
     with_page = [engine for engine in engines() if (DOCS / "engines" / f"{engine.name}.md").exists()]
     made |= {DOCS / "engines" / f"{engine.name}.md": engine_page(engine) for engine in with_page}
-    return pages | made | {README: _put(README.read_text(), "support", in_short())}
+    validating = DOCS / "validate.md"
+    return (
+        pages
+        | made
+        | {
+            README: _put(README.read_text(), "support", in_short()),
+            validating: _put(validating.read_text(), "rules", in_numbers()),
+        }
+    )
+
+
+def in_numbers() -> Iterator[str]:
+    """Yield how many rules there are, and on how many heads and targets the tests try them."""
+    every = all_rules()
+    counts = Counter(rule.severity for rule in every.values())
+    yield (
+        f"{len(every)} rules: {counts['error']} errors, {counts['undecided']} undecided, {counts['warning']} warnings, "
+        f"{counts['note']} notes. The tests try them on {len(FAULTS)} corruptions of good heads, {len(TARGET_FAULTS)} "
+        f"corruptions of good NVFP4 targets, and {len(GOOD)} good heads."
+    )
 
 
 def _put(page: str, name: str, lines: Iterator[str]) -> str:
@@ -299,7 +323,7 @@ def _put(page: str, name: str, lines: Iterator[str]) -> str:
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     before, found, rest = page.partition(begin)
     if not found or end not in rest:
-        raise SystemExit(f"README.md has no block {name!r}")
+        raise SystemExit(f"a page has no block {name!r}")
     return "\n".join([before + begin, *lines, end]) + rest.partition(end)[2]
 
 
@@ -309,7 +333,7 @@ def main() -> int:
     check = parser.parse_args().check
     made = make()
     stale = [file for file, text in made.items() if not file.exists() or file.read_text() != text]
-    stale += [file for file in (DOCS / "reference").glob("*.md") if file not in made]
+    stale += [file for part in ("reference/*.md", "schemas/*") for file in DOCS.glob(part) if file not in made]
     for file in stale:
         print(f"{file.relative_to(DOCS.parent)} {'is not current' if check else 'written'}")
         if not check and file in made:

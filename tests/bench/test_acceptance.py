@@ -25,10 +25,6 @@ OTHER = {
 }  # fmt: skip
 
 
-def test_the_schema_in_the_docs_is_the_codes():
-    assert json.loads((DOCS / "acceptance.schema.json").read_text()) == AcceptanceFile.model_json_schema()
-
-
 @pytest.mark.parametrize("name", [*METHOD, *LINE])
 def test_each_field_of_the_key_keeps_two_figures_apart(name):
     changed = {name: OTHER[name]} | ({"value": 0.5} if name == "metric" else {})
