@@ -16,6 +16,7 @@ from ..engines import registry
 from ..errors import RequestInvalid
 from ..operations.base import Operation, command_name, first_wrong, unwrap
 from ..options import flag, marks
+from .complete import VALUES, complete_value
 from .group import AS_JSON, Command, OneOf
 from .progress import Terminal
 
@@ -45,6 +46,7 @@ EXTRA: dict[str, tuple[click.Parameter, ...]] = {
             is_eager=True,
             expose_value=False,
             help="Explain a rule, e.g. K101, and exit; all lists the rules.",
+            shell_complete=complete_value,
         ),
         click.Option(["-v", "--verbose"], is_flag=True, help="Show the notes too; by default they are only counted."),
     )
@@ -158,11 +160,12 @@ def _parameter(name: str, info: FieldInfo) -> click.Parameter:
         return click.Option(
             [flag(name, info), name], is_flag=True, default=off, flag_value=not off, help=info.description
         )
-    default = info.default
+    default, spelled = info.default, flag(name, info)
     shown = "" if info.is_required() or default in (None, "", (), {}) else str(default)
     return Option(
-        [flag(name, info), name],
+        [spelled, name],
         type=kind,
+        shell_complete=complete_value if spelled in VALUES else None,
         required=info.is_required(),
         multiple=several,
         help=info.description,

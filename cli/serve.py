@@ -13,6 +13,7 @@ import click
 from ..engines import registry
 from ..errors import EngineFailed, LayoutCannot, RequestInvalid
 from ..escape import command
+from .complete import complete_value
 from .terminal import echo
 
 if TYPE_CHECKING:
@@ -35,7 +36,12 @@ PYTHON = "python"
 @click.argument("head")
 @click.argument("options", metavar="[OPTIONS]...", nargs=-1)
 @click.option("--target", required=True, metavar="TARGET", help="The target, a folder or a Hub id.")
-@click.option("--engine", metavar="ENGINE", help="The engine; by default the first that reads HEAD and is installed.")
+@click.option(
+    "--engine",
+    metavar="ENGINE",
+    help="The engine; by default the first that reads HEAD and is installed.",
+    shell_complete=complete_value,
+)
 @click.option("--engine-python", metavar="PATH", help="Python of the engine's environment; by default kconv's own.")
 @click.option("--draft-tokens", type=int, callback=_steps, metavar="K", help="Draft tokens per step, 1 to 32.")
 @click.option("--dry-run", is_flag=True, help="Check HEAD and print the engine's command; start nothing.")

@@ -1,4 +1,4 @@
-"""Write docs/reference/, the schemas, and parts of docs/engines/, docs/validate.md and README.md.
+"""Write docs/reference/, schemas, what language models read, and parts of docs/engines, docs/validate.md and README.md.
 
 scripts/docs reference            write them
 scripts/docs reference --check    exit 1 if any of them is not current
@@ -20,6 +20,7 @@ from pathlib import Path
 import click
 import yaml
 from click.testing import CliRunner
+from docs_parts import agents
 from docs_parts.layouts import layouts
 from docs_parts.models import attributes, default_of, schema_files, schemas
 from docs_parts.published import published
@@ -297,11 +298,14 @@ def make() -> dict[Path, str]:
     with_page = [engine for engine in engines() if (DOCS / "engines" / f"{engine.name}.md").exists()]
     made |= {DOCS / "engines" / f"{engine.name}.md": engine_page(engine) for engine in with_page}
     validating = DOCS / "validate.md"
+    summary = next(line for line in README.read_text().splitlines()[1:] if line)
     return (
         pages
         | made
         | {
             README: _put(README.read_text(), "support", in_short()),
+            agents.SKILL: "\n".join(agents.skill(summary, FIRST)) + "\n",
+            agents.INDEX: "\n".join(agents.index(summary)) + "\n",
             validating: _put(validating.read_text(), "rules", in_numbers()),
         }
     )
@@ -337,7 +341,7 @@ def main() -> int:
     for file in stale:
         print(f"{file.relative_to(DOCS.parent)} {'is not current' if check else 'written'}")
         if not check and file in made:
-            file.parent.mkdir(exist_ok=True)
+            file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(made[file])
         elif not check:
             file.unlink()

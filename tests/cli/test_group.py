@@ -136,6 +136,31 @@ def test_bash_completes_commands():
     assert names == {name for name in COMMANDS if name.startswith("to-")}
 
 
+@pytest.mark.parametrize(
+    "words, some",
+    [
+        ("validate head --for v", {"vllm", "vllm-v1", "vllm-v2"}),
+        ("validate --explain k10", {"K101", "K104", "K108"}),
+        ("train target out --recipe eagle3", {"eagle3-gqa", "eagle3-mla"}),
+        ("quantize target out --recipe nvfp4-m", {"nvfp4-mlp"}),
+        ("inspect head --from m", {"modelopt"}),
+        ("serve head --target target --engine ", {"vllm", "sglang"}),
+        ("bench --engine s", {"sglang"}),
+        ("card head --license apache", {"apache-2.0"}),
+    ],
+)
+def test_bash_completes_values(words, some):
+    asked = {
+        "_KCONV_COMPLETE": "bash_complete",
+        "COMP_WORDS": f"kconv {words}",
+        "COMP_CWORD": str(words.count(" ") + 1),
+    }
+    ran = subprocess.run(KCONV, env=os.environ | asked, capture_output=True, text=True, check=False)
+    found = {line.partition(",")[2] for line in ran.stdout.splitlines()}
+    begun = words.rpartition(" ")[2]
+    assert found >= some and all(value.lower().startswith(begun) for value in found)
+
+
 def test_faults_are_red_on_a_terminal_and_plain_with_no_color(tmp_path):
     missing = str(tmp_path / "gone")
     code, coloured = on_terminal("inspect", missing)
