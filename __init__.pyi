@@ -73,7 +73,7 @@ def inspect(
         head: The head: a folder, a Hub id or its URL.
         from_: Layout of HEAD; detected by default.
         captured: The captured layers, as 0-based outputs, e.g. 1,29,57.
-        captured_are: What the config's list of layers counts.
+        captured_are: Whether the config lists outputs or inputs.
         rope_theta: RoPE base, if the config omits it.
         layers: Decoder layers of the head, if the config states the target's.
         max_positions: Longest context that you will serve.
@@ -149,7 +149,7 @@ def vocab(
         out: The folder to write, if the vocabulary changes.
         from_: Layout of HEAD; detected by default.
         captured: The captured layers, as 0-based outputs, e.g. 1,29,57.
-        captured_are: What the config's list of layers counts.
+        captured_are: Whether the config lists outputs or inputs.
         rope_theta: RoPE base, if the config omits it.
         layers: Decoder layers of the head, if the config states the target's.
         max_positions: Longest context that you will serve.
@@ -211,7 +211,7 @@ def convert(
         out: The folder to write; it must not exist.
         from_: Layout of HEAD; detected by default.
         captured: The captured layers, as 0-based outputs, e.g. 1,29,57.
-        captured_are: What the config's list of layers counts.
+        captured_are: Whether the config lists outputs or inputs.
         rope_theta: RoPE base, if the config omits it.
         layers: Decoder layers of the head, if the config states the target's.
         max_positions: Longest context that you will serve.
@@ -292,7 +292,7 @@ def validate(
         head: A head or a target: a folder or a Hub id.
         from_: Layout of HEAD; detected by default.
         captured: The captured layers, as 0-based outputs, e.g. 1,29,57.
-        captured_are: What the config's list of layers counts.
+        captured_are: Whether the config lists outputs or inputs.
         rope_theta: RoPE base, if the config omits it.
         layers: Decoder layers of the head, if the config states the target's.
         max_positions: Longest context that you will serve.
@@ -371,7 +371,7 @@ def bench(
     Args:
         from_: Layout of HEAD; detected by default.
         captured: The captured layers, as 0-based outputs, e.g. 1,29,57.
-        captured_are: What the config's list of layers counts.
+        captured_are: Whether the config lists outputs or inputs.
         rope_theta: RoPE base, if the config omits it.
         layers: Decoder layers of the head, if the config states the target's.
         max_positions: Longest context that you will serve.
@@ -749,7 +749,7 @@ def quantize_head(
         out: The folder to write; it must not exist.
         from_: Layout of HEAD; detected by default.
         captured: The captured layers, as 0-based outputs, e.g. 1,29,57.
-        captured_are: What the config's list of layers counts.
+        captured_are: Whether the config lists outputs or inputs.
         rope_theta: RoPE base, if the config omits it.
         layers: Decoder layers of the head, if the config states the target's.
         max_positions: Longest context that you will serve.

@@ -84,6 +84,11 @@ def next_command(*words: str | os.PathLike[str]) -> Line:
     return Line(f"next: kconv {command(map(filename, words))}", wraps=False)
 
 
+def counted(count: int, what: str) -> str:
+    """Return a number of things in words, e.g. "2 errors"."""
+    return f"{count} {what}{'s' * (count != 1 and what != 'undecided')}"
+
+
 def duration(seconds: float) -> str:
     if seconds != seconds:
         return "unknown"

@@ -153,7 +153,7 @@ def _no_folder(path: Path, fault: OSError) -> NotACheckpoint:
     absent = isinstance(fault, FileNotFoundError)
     return NotACheckpoint(
         f"there is no folder {path}" if absent else f"{path} is not a folder: {fault.strerror}",
-        fix=f"Give a checkpoint folder; a Hub id is org/name.{meant}",
+        fix=f"Give a checkpoint folder; a Hub id is org/name, with a revision org/name@REVISION.{meant}",
     )
 
 

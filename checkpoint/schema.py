@@ -447,7 +447,7 @@ class WrongValue(ValueError):
 
 
 def find_wrong(fault: ValidationError, model: type[BaseModel] | None = None) -> Wrong:
-    """Return the first error, with the nearest valid key."""
+    """Return the first error, with the nearest valid key, or the keys of what should be a mapping."""
     errors = fault.errors()
     # A misspelled key also leaves the right one missing; the typo is what the user must fix.
     first = next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
@@ -457,7 +457,9 @@ def find_wrong(fault: ValidationError, model: type[BaseModel] | None = None) -> 
         return replace(inner.wrong, place=(*place, *inner.wrong.place))
     if first["type"] == "extra_forbidden":
         return no_such_key(place, _keys_at(model, place[:-1]))
-    return wrong_value(first, place)
+    wrong = wrong_value(first, place)
+    keys = _keys_at(model, place) if WORDS.get(first["type"]) == MAPPING else []
+    return replace(wrong, what=f"{wrong.what}; its keys are {', '.join(keys)}") if keys else wrong
 
 
 def wrong_value(error: Mapping[str, Any], place: tuple[str | int, ...]) -> Wrong:

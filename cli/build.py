@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from ..engines import registry
 from ..errors import RequestInvalid
 from ..operations.base import Operation, command_name, first_wrong, unwrap
+from ..operations.reading import Reading
 from ..options import flag, marks
 from .complete import VALUES, complete_value
 from .group import AS_JSON, Command, OneOf
@@ -87,7 +88,11 @@ def make_command(name: str, cls: type[Operation], summary: str, **fixed: Any) ->
             raise click.UsageError(f"{error.what}. {error.fix}".rstrip()) from error
 
     about = {field: info.description or "" for field, info in fields.items() if marks(info).argument}
-    return Command(name, params=params, callback=call, help=_help(name, cls), short_help=summary, about=about)
+    rare = Reading.model_fields.keys() - {"target"} if issubclass(cls, Reading) else ()
+    return Command(
+        name, params=params, callback=call, help=_help(name, cls), short_help=summary, about=about,
+        rare=rare, heading="If HEAD's files leave a fact open",
+    )  # fmt: skip
 
 
 def _described(name: str) -> str:
@@ -179,7 +184,7 @@ def _type(info: FieldInfo) -> tuple[Any, bool]:
     said = marks(info)
     inner, bounds = unwrap(info.annotation, list(info.metadata))
     if said.kind in ("ids", "list", "json", "yes-or-no"):
-        return Words({"ids": "IDS", "list": "LIST", "json": "JSON", "yes-or-no": "YES_OR_NO"}[said.kind]), False
+        return Words({"ids": "IDS", "list": "LIST", "json": "JSON", "yes-or-no": "yes|no"}[said.kind]), False
     if said.kind == "settings":
         return Words("KEY=VALUE"), True
     several = get_origin(inner) is tuple
@@ -222,6 +227,14 @@ class InWords:
     max: Any
     min_open: bool
     max_open: bool
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return super().convert(value, param, ctx)  # pyright: ignore[reportAttributeAccessIssue]
+        except click.BadParameter as error:
+            if " in the range " in error.message:  # click's, in front of the range
+                self.fail(f"{value} is not {self._describe_range()}.", param, ctx)  # pyright: ignore[reportAttributeAccessIssue]
+            raise
 
     def _describe_range(self) -> str:
         low = "" if self.min is None else f"{'above' if self.min_open else 'at least'} {self.min}"

@@ -6,7 +6,7 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any, NoReturn
@@ -55,24 +55,35 @@ OTHER_WORDS = {
     "export": ("to-trtllm", "to-vllm"),
     "finetune": ("train",),
     "measure": ("bench",),
-    "to-tensorrt": ("to-trtllm",),
+    **dict.fromkeys(("to-tensorrt", "trtllm", "tensorrt", "tensorrt-llm"), ("to-trtllm",)),
+    **dict.fromkeys(("prune", "reduce", "vocabulary"), ("vocab",)),
+    **dict.fromkeys(("sample", "synthesize", "answers"), ("generate",)),
+    **dict.fromkeys(("capture", "extract", "dump", "hidden-states"), ("states",)),
+    **dict.fromkeys(("doctor", "version", "versions"), ("env",)),
     "to-speculator": ("to-speculators",),
     **dict.fromkeys(("launch", "deploy", "start"), ("serve",)),
 }
 
-# Names that users try for an option or an argument of kconv, or for a setting of one: KEY=VALUE, whose option the
-# command then has.
-OTHER_OPTIONS = {
-    "-V": "--version",
-    "--recipe": "--format",
-    "--format": "--recipe",
-    **dict.fromkeys(("-f", "--overwrite"), "--force"),
-    **dict.fromkeys(("-o", "--out", "--output"), "OUT"),
-    **dict.fromkeys(("--epochs", "--num-epochs", "--passes"), "--set passes=N"),
-    **dict.fromkeys(("--lr", "--learning-rate"), "--set lr=RATE"),
-    **dict.fromkeys(("--batch-size", "--batch"), "--set batch=N"),
-    "--steps": "--set steps=N",
-    **dict.fromkeys(("--seq-len", "--max-length"), "--set seq=N"),
+# What users try for an option or an argument: those of kconv that it may stand for, of which the command's own is
+# named. KEY=VALUE is a setting of --set.
+OTHER_OPTIONS: dict[str, tuple[str, ...]] = {
+    "-V": ("--version",),
+    "--recipe": ("--format",),
+    "--format": ("--recipe",),
+    **dict.fromkeys(("-f", "--overwrite"), ("--force",)),
+    **dict.fromkeys(("-o", "--out", "--output", "--output-dir"), ("OUT", "--out")),
+    **dict.fromkeys(("--epochs", "--num-epochs", "--passes"), ("--set passes=N",)),
+    **dict.fromkeys(("--lr", "--learning-rate"), ("--set lr=RATE",)),
+    **dict.fromkeys(("--batch-size", "--batch"), ("--set batch=N",)),
+    "--steps": ("--set steps=N",),
+    **dict.fromkeys(("--seq-len", "--max-length"), ("--set seq=N",)),
+    **dict.fromkeys(("--data", "--dataset", "--prompts"), ("--prompts", "--data", "--suite", "--text")),
+    **dict.fromkeys(("--engine", "--backend"), ("--for", "--engine")),
+    **dict.fromkeys(("--model", "--base-model", "--verifier"), ("--target", "--base-model")),
+    **dict.fromkeys(("--draft", "--drafter", "--draft-model"), ("--head",)),
+    **dict.fromkeys(("-k", "--k", "--num-speculative-tokens", "--num-draft-tokens"), ("--draft-tokens",)),
+    **dict.fromkeys(("--layer-ids", "--aux-layers", "--aux-hidden-state-layers"), ("--captured",)),
+    "--size": ("--prune",),
 }
 # Whether --json stands anywhere on the command line, by this key of a context's meta: some options and errors end a
 # command before its own are read.
@@ -88,11 +99,22 @@ class Command(click.Command):
 
     Attributes:
         about: what each argument is, by name.
+        rare: options that help shows last, under a heading of their own.
     """
 
-    def __init__(self, *args: Any, about: Mapping[str, str], **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, about: Mapping[str, str], rare: Collection[str] = (), heading: str = "", **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self.about = about
+        self.about, self.rare, self.heading = about, rare, heading
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for heading, rare in (("Options", False), (self.heading, True)):
+            own = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
+            found = [one.get_help_record(ctx) for one in own if (one.name in self.rare) is rare]
+            if records := [record for record in found if record]:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         # What is left over is refused here, where it can be said what the command takes.
@@ -105,12 +127,13 @@ class Command(click.Command):
                 said = said.removesuffix(".")  # click goes on with a full stop and the choices
             raise click.MissingParameter(said, error.ctx, error.param) from error
         except click.NoSuchOption as error:
-            meant = OTHER_OPTIONS.get(error.option_name)
-            if str(meant).partition(" ")[0] in {name for param in self.params for name in param.opts}:
-                raise _no_option(error, f"Did you mean {meant}?") from error
-            if str(meant).lower() in self.about:
-                usage = " ".join(super().collect_usage_pieces(ctx)[1:])
-                raise _no_option(error, f"{meant} is an argument: {ctx.command_path} {usage}") from error
+            own = {name for param in self.params for name in param.opts}
+            for meant in OTHER_OPTIONS.get(error.option_name, ()):
+                if meant.partition(" ")[0] in own:
+                    raise _no_option(error, f"Did you mean {meant}?") from error
+                if meant.lower() in self.about:
+                    usage = " ".join(super().collect_usage_pieces(ctx)[1:])
+                    raise _no_option(error, f"{meant} is an argument: {ctx.command_path} {usage}") from error
             raise
         if left and not ctx.resilient_parsing:
             usage = " ".join(super().collect_usage_pieces(ctx)[1:])
@@ -189,9 +212,8 @@ class Kconv(click.Group):
             try:
                 return super().parse_args(ctx, args)
             except click.NoSuchOption as error:
-                meant = OTHER_OPTIONS.get(error.option_name)
-                if meant == "--version":
-                    raise _no_option(error, f"Did you mean {meant}?") from error
+                if "--version" in OTHER_OPTIONS.get(error.option_name, ()):
+                    raise _no_option(error, "Did you mean --version?") from error
                 raise _no_option(error, "A command's options come after its name: kconv COMMAND [OPTIONS].") from error
 
     def resolve_command(
@@ -302,6 +324,7 @@ def sections(names: list[str]) -> dict[str, list[str]]:
 
 def likely(name: str, known: list[str]) -> list[str]:
     """Return the commands that an unknown name may stand for, the most likely first."""
-    close = get_close_matches(name.lower(), [*known, *OTHER_WORDS], n=3, cutoff=0.6)
+    name = name.lower().replace("_", "-")
+    close = [name] if name in known else get_close_matches(name, [*known, *OTHER_WORDS], n=3, cutoff=0.6)
     meant = [word for one in close for word in OTHER_WORDS.get(one, (one,)) if word in known]
     return list(dict.fromkeys(meant))

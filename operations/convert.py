@@ -80,10 +80,10 @@ def _unverified(manifest: Manifest) -> Iterator[Line]:
 
     for one in manifest.unverified:
         said = f" {one.fact}: {phrase(one.fact, one.value)} ({one.word})"
-        yield Line((Styled("not verified:", "yellow"), said), wraps=False)
+        yield Line((Styled("not verified:", "yellow"), said))
         if one.against:
             said = f" {one.against}. Measure it: kconv validate OUT --target TARGET --prompts PROMPTS"
-            yield Line((Styled("WARNING", "bold red"), said), wraps=False)
+            yield Line((Styled("WARNING", "bold red"), said))
 
 
 @dataclass(frozen=True, repr=False)

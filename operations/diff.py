@@ -302,7 +302,7 @@ class Diff(Operation):
         headers = source.open_headers()
         reading = read(headers, values=False)
         if reading.kind is not None and not reading.kind.is_head:
-            raise reading.errors[0].error()
+            reading.sound_head()  # raises the error, with the folder's name
         # A checkpoint on the Hub is downloaded once its headers are known to be a drafter's.
         if reading.checkpoint.headers_only and not self.headers_only:
             reading = read(source.open_weights(), values=False)

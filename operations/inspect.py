@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ..lines import Facts, Line, Part, Result, Styled, Table, Words
+from ..lines import Facts, Line, Part, Result, Styled, Table, Words, counted
 from ..options import Name, argument
 from .base import Context
 from .reading import Reading
@@ -114,7 +114,7 @@ class Inspected(Result):
             mlp = f", MLP {spec.intermediate}" if hasattr(spec, "intermediate") else ""
             facts |= {
                 "attention": f"{spec.kind.upper()} {_dims(spec.attention)}" if drafter.attention else "none",
-                "hidden": f"{spec.hidden} (target {spec.target_hidden}){mlp}, {spec.layers} layer(s)",
+                "hidden": f"{spec.hidden} (target {spec.target_hidden}){mlp}, {counted(spec.layers, 'layer')}",
                 "vocabulary": f"{spec.draft_vocab} of {spec.vocab}",
                 "rope": f"theta {spec.rope.theta!r}, {_dims(spec.rope.scaling) if spec.rope.scaling else 'no scaling'}",
                 "captured": f"outputs of layers {list(spec.captured)}: {how.how}" if how else "",

@@ -46,7 +46,7 @@ class Reading(Operation):
         "The captured layers, as 0-based outputs, e.g. 1,29,57.",
         kind="ids",
     )
-    captured_are: Literal["outputs", "inputs"] | None = option(None, "What the config's list of layers counts.")
+    captured_are: Literal["outputs", "inputs"] | None = option(None, "Whether the config lists outputs or inputs.")
     rope_theta: Theta | None = option(None, "RoPE base, if the config omits it.", metavar="BASE")
     layers: Count | None = option(None, "Decoder layers of the head, if the config states the target's.", metavar="N")
     max_positions: Count | None = option(None, "Longest context that you will serve.", metavar="N")

@@ -11,6 +11,7 @@ from pydantic import model_validator
 
 from ..engines import registry
 from ..errors import ComparisonUnfit, KconvError, ReportInvalid, RequestInvalid, StatesInvalid, TargetInvalid
+from ..lines import counted
 from ..options import Name, argument, plain_name
 from ..validate.options import PYTHON, ValidateOptions
 from .base import Context
@@ -197,7 +198,7 @@ class Validate(Reading, ValidateOptions):
 
     def failure(self, result: Report) -> ReportInvalid:
         """Return the error of a report that does not pass, if something depends on it."""
-        from ..validate.report import SEVERITIES, STOPS, counted
+        from ..validate.report import SEVERITIES, STOPS
 
         stops = SEVERITIES[:-1] if self.strict else STOPS
         wrong = [f for f in result.findings if f.severity in stops]
@@ -256,6 +257,8 @@ class Validate(Reading, ValidateOptions):
         from ..validate.markdown import HTML, MARKDOWN
         from ..validate.report import REPORT
 
+        if Path(self.out).is_file():
+            raise RequestInvalid(f"--out {self.out} is a file", fix="Name a folder: three files are written there.")
         for name in (REPORT, MARKDOWN, HTML):
             refuse_existing(Path(self.out) / name, fix="Choose another folder for --out, or delete the old report.")
 

@@ -155,7 +155,9 @@ def prepare(release: Release, text: str, root: Path, selection: Selection, file:
                 if one.kind == "checkpoint":
                     context.source(one.value)
                 continue
-            own.append((name, one.field, f"{one.value} does not exist", "Create it, or correct the name."))
+            meant = f"Did you mean ${one.value}, the step?" if one.value in release.steps else "Correct the name."
+            here = f"Paths in a recipe start where kconv runs, here {Path.cwd()}."
+            own.append((name, one.field, f"{one.value} does not exist", f"{meant} {here}"))
         if not any(one.made for one in inputs if one.field == "recipe"):
             try:
                 with step.request.spelled(in_recipe):

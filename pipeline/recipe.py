@@ -200,7 +200,10 @@ def read_release(file: Path) -> tuple[Release, str]:
     Raises:
         RecipeInvalid: it cannot be read, or has an unknown key or an invalid value.
     """
-    text = read_text(file, RecipeInvalid, limit=MAX_YAML, fix="Pass a YAML file.")
+    beside = next((one for end in (".yaml", ".yml") if (one := Path(f"{file}{end}")).exists()), None)
+    fix = f"Pass a YAML file.{f' Did you mean {beside}?' if beside else ''}"
+    missing = RecipeInvalid(f"there is no file {file}", where=file, fix=fix)
+    text = read_text(file, RecipeInvalid, limit=MAX_YAML, fix=fix, missing=missing)
     return parse_release(text, where=file), text
 
 

@@ -80,7 +80,7 @@ def load_recipe(name: str) -> Recipe:
     if name in known:
         return parse_recipe(known[name], where=name)
     known_or_file = f"Pass a YAML file, or one of {', '.join(known)}."
-    close = get_close_matches(name, known, n=1)
+    close = get_close_matches(name.lower(), known, n=1)
     meant = f" Did you mean {close[0]}?" if close else ""
     missing = RecipeInvalid(f"there is no recipe and no file {name!r}", fix=known_or_file + meant)
     text = read_bounded(Path(name), RecipeInvalid, limit=MAX_YAML, fix=known_or_file, missing=missing)

@@ -57,7 +57,7 @@ def each_prompt(file: Path) -> Iterator[Prompt]:
     for number, line in read_lines(file, PromptsInvalid, fix="Pass a UTF-8 JSONL file."):
         prompt = _parse(line, number, file)
         if prompt.id in seen:
-            raise _invalid(f"repeats the id {prompt.id!r}", number, file)
+            raise _invalid(f"repeats the id {prompt.id!r}", number, file, fix="Give each line its own id, or none.")
         seen.add(prompt.id)
         yield prompt
     if not seen:
@@ -72,10 +72,12 @@ def _parse(line: str, number: int, file: Path) -> Prompt:
     if not isinstance(value, dict):
         raise _invalid("is not a JSON object", number, file)
     if ("prompt" in value) == ("turns" in value):
-        raise _invalid('needs either "prompt" or "turns"', number, file)
+        held = f", but has {', '.join(value)}"[:80] if value else ""
+        raise _invalid(f'needs either "prompt" or "turns"{held}', number, file)
     turns = value["turns"] if "turns" in value else [value["prompt"]]
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
-        raise _invalid("has a turn that is not text, or no turns", number, file)
+        empty = turns and isinstance(turns, list) and all(isinstance(t, str) for t in turns)
+        raise _invalid("is empty" if empty else "has a turn that is not text, or no turns", number, file)
     name = value.get("question_id", value.get("id", number))
     category = value.get("category", "")
     if not isinstance(name, str | int) or not isinstance(category, str):
@@ -83,12 +85,11 @@ def _parse(line: str, number: int, file: Path) -> Prompt:
     return Prompt(str(name), category, tuple(turns))
 
 
-def _invalid(what: str, number: int, file: Path) -> PromptsInvalid:
-    return PromptsInvalid(
-        f"line {number} {what}",
-        where=f"{file}:{number}",
-        fix='Write {"prompt": "...", "category": "..."} or {"question_id": 1, "category": "...", "turns": ["..."]}.',
-    )
+FORMS = 'Write {"prompt": "...", "category": "..."} or {"question_id": 1, "category": "...", "turns": ["..."]}.'
+
+
+def _invalid(what: str, number: int, file: Path, fix: str = FORMS) -> PromptsInvalid:
+    return PromptsInvalid(f"line {number} {what}", where=f"{file}:{number}", fix=fix)
 
 
 def digest_prompts(prompts: tuple[Prompt, ...]) -> str:

@@ -51,7 +51,7 @@ class BlockRecipe(DrafterRecipe):
         if self.draft_steps < 1:
             yield "block", f"block is {self.block}: it drafts no token"
         if not self.decay >= 0:
-            yield "decay", f"decay is {self.decay}"
+            yield "decay", f"decay is {self.decay}, but must be 0 or more"
 
     def unfit(self, layers: int, vocab: int) -> Iterator[Unfit]:
         yield from super().unfit(layers, vocab)
@@ -184,7 +184,7 @@ class DFlashRecipe(BlockRecipe):
     def wrong(self) -> Iterator[tuple[str, str]]:
         yield from super().wrong()
         if not 0 < self.dpace_alpha <= 1:
-            yield "dpace_alpha", f"dpace_alpha is {self.dpace_alpha}"
+            yield "dpace_alpha", f"dpace_alpha is {self.dpace_alpha}, but must be above 0 and at most 1"
         if self.decay and self.objective != "decay":
             yield "decay", f"decay is {self.decay}, but it needs objective decay: D-PACE weighs slots by itself"
 

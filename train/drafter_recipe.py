@@ -111,11 +111,11 @@ class DrafterRecipe(ABC):
         """Yield the keys whose values are invalid for any target, and what is wrong with them."""
         for name in self.POSITIVE:
             if not (value := getattr(self, name)) > 0:
-                yield name, f"{name} is {value}"
+                yield name, f"{name} is {value}, but must be above 0"
         if self.warmup < 0:
-            yield "warmup", f"warmup is {self.warmup}"
+            yield "warmup", f"warmup is {self.warmup}, but must be 0 or more"
         if not 0 <= self.seed < 2**32:  # the bounds of numpy, which the Trainer also seeds
-            yield "seed", f"seed is {self.seed}"
+            yield "seed", f"seed is {self.seed}, but must be from 0 to {2**32 - 1}"
         if self.seq < self.draft_steps + 2:
             yield "seq", f"{self.seq} tokens are too few for {self.draft_steps} draft steps"
         if not self.captured or list(self.captured) != sorted(set(self.captured)) or self.captured[0] < 0:

@@ -93,7 +93,7 @@ class EagleRecipe(DrafterRecipe):
     def wrong(self) -> Iterator[tuple[str, str]]:
         yield from super().wrong()
         if not self.lk_loss >= 0:
-            yield "lk_loss", f"lk_loss is {self.lk_loss}"
+            yield "lk_loss", f"lk_loss is {self.lk_loss}, but must be 0 or more"
         if self.lk_loss and self.kernel != "sdpa":
             yield "lk_loss", "lk_loss is not 0, but it needs kernel sdpa: eager computes ModelOpt's own loss"
         if self.pack and self.kernel != "sdpa":
@@ -342,7 +342,7 @@ def read_recipe_file(name: str) -> Stated:
     if name in NAMES:
         text = (files("kconv.train") / "recipes" / f"{name}.yaml").read_bytes()
     else:
-        close = get_close_matches(name, NAMES, n=1)
+        close = get_close_matches(name.lower(), NAMES, n=1)
         meant = f" Did you mean {close[0]}?" if close else ""
         missing = RecipeInvalid(f"there is no recipe and no file {name!r}", fix=fix + meant)
         text = read_bounded(Path(name), RecipeInvalid, limit=MAX_YAML, fix=fix, missing=missing)

@@ -11,9 +11,10 @@ from markupsafe import Markup
 
 from ..engines.registry import layouts
 from ..escape import terminal
+from ..lines import counted
 from ..measure.figures import AcceptanceFigures
 from .numbers import EXACT, details, is_exact, plain, summary, verdict_line, verdict_words
-from .report import SEVERITIES, STOPS, UNREAD, Finding, Report, Verdict, counted
+from .report import SEVERITIES, STOPS, UNREAD, Finding, Report, Verdict
 
 TEMPLATE = "report.html.jinja"
 # Of a chart, in its own units; the page scales it.

@@ -8,15 +8,17 @@ from pathlib import Path
 from ..errors import OutputFailed
 from ..escape import code, markdown
 from .html import to_html
-from .numbers import Numbers, details, plain, summary, verdict_line, verdict_words
+from .numbers import Numbers, details, figures_in, plain, summary, verdict_line, verdict_words
 from .plots import draw_plots
-from .report import REPORT, Finding, Report
+from .report import REPORT, Finding, Report, portable
 
 MARKDOWN, HTML = "report.md", "report.html"
 
 
 def write_report(report: Report, folder: Path, *, more: Sequence[str] = ()) -> None:
     """Write report.json, report.md and report.html into a folder, creating it if needed.
+
+    They name no folder of this machine, since they are published with the head.
 
     Args:
         report: the findings and figures.
@@ -26,6 +28,7 @@ def write_report(report: Report, folder: Path, *, more: Sequence[str] = ()) -> N
     Raises:
         OutputFailed: the folder cannot be created or written to.
     """
+    report = portable(report)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / REPORT).write_text(report.to_json(), encoding="utf-8")
@@ -66,10 +69,12 @@ def to_markdown(report: Report, *, more: Sequence[str] = ()) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """Return a Markdown table, line by line; the content of cells is escaped."""
+    """Return a Markdown table, line by line, with figures aligned right; the content of cells is escaped."""
+    rows = list(rows)
     cells = [[markdown(cell) for cell in row] for row in (heads, *rows)]
     lines = [f"| {' | '.join(row)} |" for row in cells]
-    return [lines[0], "|" + "---|" * len(heads), *lines[1:]]
+    rule = "".join("---:|" if right else "---|" for right in figures_in(rows) or [False] * len(heads))
+    return [lines[0], f"|{rule}", *lines[1:]]
 
 
 def _lines(part: Numbers) -> list[str]:

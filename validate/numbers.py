@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ..lines import counted
 from ..measure.figures import (
     AcceptanceFigures,
     AccuracyFigures,
@@ -15,7 +17,11 @@ from ..measure.figures import (
     ParityFigures,
     PerplexityFigures,
 )
-from .report import SEVERITIES, STOPS, Report, Verdict, counted
+from .report import SEVERITIES, STOPS, Report, Verdict
+
+# A cell that is a figure: perhaps with an error, an interval, a unit or a few words in front.
+FIGURE = re.compile(r"[-+−]?\d[\d.,]*(e[-+]?\d+)?( ?%)?( ± [\d.]+( ?%)?)?( \[.*\])?")
+NO_FIGURE = ("", "–")
 
 EXACT = "Bit-identical to the source, in every weight and every logit."
 NO_PART_DIFFERS = "Each part of the head gives exactly the source's numbers."
@@ -34,6 +40,17 @@ class Numbers:
     note: str = ""
     heads: Sequence[str] = ()
     rows: Sequence[Sequence[object]] = ()
+
+    @property
+    def right(self) -> list[bool]:
+        """Which columns hold figures, and are aligned right."""
+        return figures_in(self.rows)
+
+
+def figures_in(rows: Sequence[Sequence[object]]) -> list[bool]:
+    """Return which columns of a table hold figures alone."""
+    columns = ([str(cell) for cell in column if cell not in NO_FIGURE] for column in zip(*rows, strict=True))
+    return [bool(column) and all(map(FIGURE.fullmatch, column)) for column in columns]
 
 
 def summary(figures: Figures) -> Iterator[Numbers]:

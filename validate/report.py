@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +21,7 @@ from ..drafters.facts import phrase
 from ..engines.registry import engines
 from ..errors import NotACheckpoint, ReportInvalid, Severity
 from ..installed import version_of
-from ..lines import Line, Part, Result, Styled, Table
+from ..lines import Line, Part, Result, Styled, Table, counted
 from ..measure.figures import Figures, ReadingFigures
 from ..rule import Finding as Finding
 from ..strict import StrictModel
@@ -251,9 +253,33 @@ def _measured(figures: Figures) -> Iterator[str]:
         yield f"{row.task}, {row.metric}: {row.output:.2%}, source {row.source:.2%} ({points:+.2f} points)"
 
 
-def counted(count: int, what: str) -> str:
-    """Return a number of findings of a severity in words, e.g. "2 errors"."""
-    return f"{count} {what}{'s' * (count != 1 and what != 'undecided')}"
+def portable(report: Report) -> Report:
+    """Return a report that calls what it is about by its name alone, without the absolute path that leads there."""
+    values = report.model_dump(mode="json", by_alias=True)
+    stated = map(Path, texts_in([values["subject"], values["provenance"]]))
+    folders = {str(path.parent) for path in (*stated, Path.cwd() / "here") if path.is_absolute()} - {os.sep}
+    if not folders:
+        return report
+    named = "|".join(map(re.escape, sorted(folders, key=len, reverse=True)))
+    inside = re.compile(rf"(?<![\w./:-])(?:{named})/+")
+    return Report.model_validate(_each_text(values, lambda text: inside.sub("", text)))
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Yield every text inside plain values."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from texts_in(one)
+
+
+def _each_text(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {name: _each_text(one, change) for name, one in value.items()}
+    return [_each_text(one, change) for one in value] if isinstance(value, list) else value
 
 
 def report_file(path: Path) -> Path:
@@ -275,7 +301,14 @@ def read_report(file: Path) -> Report:
     missing = NotACheckpoint(
         f"there is no {file.name}", where=file.parent, fix=f"Run kconv validate ... --out {file.parent} first."
     )
-    return load_json(Report, file, ReportInvalid, what="kconv report", fix="Run kconv validate again.", missing=missing)
+    return load_json(
+        Report,
+        file,
+        ReportInvalid,
+        what="kconv report",
+        fix="Pass the report.json of kconv validate --out FOLDER.",
+        missing=missing,
+    )
 
 
 def digests(checkpoint: Checkpoint) -> dict[str, str]:

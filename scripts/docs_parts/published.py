@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,29 +22,30 @@ from kconv.escape import link
 from kconv.operations.inspect import Inspected
 from kconv.operations.reading import Reading
 from kconv.options import flag
+from kconv.validate.markdown import table
 
+HUB = re.compile(r"https://huggingface\.co/([\w.-]+/[\w.-]+)")
 BLOCKS = {title: form for title, form in FORMS.items() if form.layout}
 RELATIVES = {title: form for title, form in FORMS.items() if not form.layout}
 
 
 def published() -> Iterator[str]:
-    yield "Forms with the config keys and tensor names that their makers publish: the layout, options that decide"
-    yield "what the files leave open, and conversions that kconv refuses, with the reason's number below."
+    yield "Forms with the config keys and tensor names that their makers publish, and what kconv writes of each: yes,"
+    yield "or the [number](#why-not) of the reason why not. The command has the options that decide what the files"
+    yield "leave open; `HEAD` is a head of this form. Instead of `--target-layers` you can give the target:"
+    yield "`--target org/target`."
     reasons: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as name:
-        rows = [_row(title, form, Path(name) / str(i), reasons) for i, (title, form) in enumerate(EAGLE3.items())]
-        blocks = [
-            _row(title, form, Path(name) / f"block-{i}", reasons) for i, (title, form) in enumerate(BLOCKS.items())
-        ]
+        folder = Path(name)
+        heads = [_row(title, form, folder / f"{i}", reasons) for i, (title, form) in enumerate(EAGLE3.items())]
+        blocks = [_row(title, form, folder / f"block-{i}", reasons) for i, (title, form) in enumerate(BLOCKS.items())]
         others = [
-            _other(title, form, Path(name) / f"other-{i}")
-            for i, (title, form) in enumerate((OTHERS | RELATIVES).items())
+            _other(title, form, folder / f"other-{i}") for i, (title, form) in enumerate((OTHERS | RELATIVES).items())
         ]
-    yield from ("", "## Eagle3 heads", "")
-    yield from (f"- {title}: {', '.join(part for part in parts if part)}" for title, *parts in rows)
-    yield from ("", "## DFlash and DSpark drafters", "")
-    yield from (f"- {title}: {', '.join(part for part in parts if part)}" for title, *parts in blocks)
-    yield from ("", "Why:", "")
+    columns = ("form", "layout", *writable(), "command")
+    yield from ("", "## Eagle3 heads", "", *table(columns, heads))
+    yield from ("", "## DFlash and DSpark drafters", "", *table(columns, blocks))
+    yield from ("", "## Why not", "")
     yield from (f"{number}. {reason}." for reason, number in reasons.items())
     yield from ("", "## Other drafts and checkpoints", "")
     yield from ("`kconv inspect` names them and says what serves them; no command converts them.", "")
@@ -59,21 +61,19 @@ def _row(title: str, form: Form | Block, folder: Path, reasons: dict[str, int]) 
     checkpoint = open_checkpoint(form.write(folder))
     bare = Inspected(read(checkpoint, hints=Hints()))
     decided = read(checkpoint, hints=options.hints())
-    refused, numbers = [], []
+    cells = {}
     for layout in writable():
         try:
             head = decided.sound_head()
             plan(head, layout_for(layout, head.drafter), WriteOptions(target))
+            cells[layout] = "yes"
         except KconvError as error:
-            refused.append(layout)
-            numbers.append(reasons.setdefault(error.what, len(reasons) + 1))
+            cells[layout] = f"no, {reasons.setdefault(error.what, len(reasons) + 1)}"
+    head = found[1] if (found := HUB.match(form.source)) else "HEAD"
     said = " ".join(f"{flag(name)} {_said(value)}" for name, value in form.options.items())
-    return (
-        link(title, form.source), bare.to_json()["layout"], f"`{said}`" if said else "",
-        f"refused: all {next(iter(set(numbers)))}" if len(numbers) == len(writable()) and len(set(numbers)) == 1
-        else "refused: " * bool(refused)
-        + ", ".join(f"{layout} {number}" for layout, number in zip(refused, numbers, strict=True)),
-    )  # fmt: skip
+    written = next((layout for layout, known in cells.items() if known == "yes"), None)
+    command = f"`kconv to-{written} {head} OUT{f' {said}' * bool(said)}`" if written else "–"
+    return link(title, form.source), bare.to_json()["layout"], *cells.values(), command
 
 
 def _said(value: object) -> str:

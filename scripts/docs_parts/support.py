@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from kconv.engines.common import VLLM_SOURCE, is_mla
 from kconv.engines.registry import engines
 from kconv.escape import link
 from kconv.validate.markdown import table
+from kconv.validate.rules.table import find_rule
 
 # Decoder layers of the target that stands for each of its kind.
 LAYERS = 36
@@ -112,6 +113,8 @@ RUNS: dict[tuple[str, str, str], tuple[str, str]] = {
     ("sglang", "MLA, EAGLE-3.1", "kimi_k2"): (WITNESS, '"engine": "sglang", "head": "mla EAGLE-3.1"'),
 }  # fmt: skip
 RUN, CODE, UNKNOWN = "run", "code", "–"
+# Of what ran, what follows code, and what is refused.
+COLORS = {RUN: "🟢", CODE: "🔵", "": "🔴"}
 # Targets with an attention like an MLA head's. Beside others an engine would keep two kinds of cache: nobody tried.
 LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa", "glm4_moe_lite")
 
@@ -137,19 +140,21 @@ def cell(engine: Engine, name: str, model_type: str) -> str:
 
 
 def support() -> Iterator[str]:
-    yield "`run`: a test serves this form of head for this target in the engine, whose drafts equal kconv's own"
-    yield "(`RUNS` in `scripts/docs_parts/support.py` names it). `code`: kconv follows the engine's code."
-    yield "[A rule](rules.md):"
-    yield f"kconv refuses it. {UNKNOWN}: not known. Targets are `model_type`s of text models; each Kimi-K2.x is"
-    yield "`kimi_k2`. [The table](#how-each-engine-captures-from-a-target) has each engine's targets. MLA targets:"
-    yield f"{_code(sorted(LATENT))}."
-    for one in engines():
-        kinds = [kind for kind in model_types() if one.capture(kind) is not None]
-        yield from ("", f"## {one.title} {one.release}", "")
-        alike: dict[str, list[str]] = {}
-        for name in FORMS:
-            alike.setdefault(_in_words({kind: cell(one, name, kind) for kind in kinds}), []).append(name)
-        yield from (f"- {'; '.join(names)}: {said}" for said, names in alike.items())
+    yield f"{COLORS[RUN]} ran: a test served this form of head for these targets in the engine, and its drafts were"
+    yield f"kconv's own. {COLORS[CODE]} code: kconv follows the engine's code; nobody ran it. {COLORS['']} no: kconv"
+    yield "refuses it by the linked rule. Targets are `model_type`s of text models; each Kimi-K2.x is `kimi_k2`. The"
+    yield "[last table](#how-each-engine-captures-from-a-target) has each engine's targets."
+    yield from ("", "## Forms of Eagle3 heads", "")
+    for kind in ("GQA", "MLA"):
+        names = [name for name in FORMS if is_mla(FORMS[name].spec) is (kind == "MLA")]
+        columns = (kind, *(f"{one.title} {one.release}" for one in engines()))
+        yield f"| {' | '.join(columns)} |"
+        yield "|" + "---|" * len(columns)
+        for name in names:
+            cells = (_known(one, name) for one in engines())
+            yield f"| {name.removeprefix(f'{kind}, ')} | {' | '.join(cells)} |"
+        yield ""
+    yield f"An MLA head is for a target with MLA: {_code(sorted(LATENT))}."
     yield from ("", "## How each engine captures from a target", "")
     yield "What the engine's list adds to the captured layers (0-based outputs), with the code that decides it."
     yield f"{UNKNOWN}: kconv knows no class that captures. vLLM then has"
@@ -166,17 +171,30 @@ def _code(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def _in_words(cells: Mapping[str, str]) -> str:
-    """Say which targets have which cell; the cell of most targets is that of the others."""
-    of: dict[str, list[str]] = {}
+def _known(engine: Engine, name: str) -> str:
+    """Return what is known of a form of heads in an engine, with the targets that are served, or that are excepted."""
+    cells = {kind: known for kind in model_types() if (known := cell(engine, name, kind)) != UNKNOWN}
+    ran = [kind for kind, known in cells.items() if known == RUN]
+    refused: dict[str, list[str]] = {}
     for kind, known in cells.items():
-        of.setdefault(known, []).append(kind)
-    *few, most = sorted(of, key=lambda known: len(of[known]))
-    latent = [kind for kind in cells if kind in LATENT]
-    named = {known: "MLA targets" if kinds == latent else _code(kinds) for known, kinds in of.items()}
-    if len(few) == 2 and sorted(of[few[0]] + of[few[1]]) == sorted(latent):
-        named[few[1]] = "other MLA targets"
-    return "; ".join([*(f"{known} for {named[known]}" for known in few), f"{most} for the others" if few else most])
+        if known not in (RUN, CODE):
+            refused.setdefault(known, []).append(kind)
+    if CODE not in cells.values() and not ran:
+        return f"{COLORS['']} no: {', '.join(map(_rule, refused))}"
+    of_mla = [kind for kind in cells if kind in LATENT]
+    most = len(cells) / 2
+    but = [
+        f"only {_code(kind for kind in cells if kind not in kinds)} ({_rule(rule)})" if len(kinds) > most
+        else f"not {'MLA targets' if kinds == of_mla else _code(kinds)} ({_rule(rule)})"
+        for rule, kinds in refused.items()
+    ]  # fmt: skip
+    said = f"{COLORS[RUN]} ran: {_code(ran)}" if ran else f"{COLORS[CODE]} code"
+    return "; ".join([said, *but])
+
+
+def _rule(name: str) -> str:
+    rule = find_rule(name)
+    return link(rule.id, f"rules.md#{rule.id.lower()}-{rule.name}")
 
 
 def _listed(engine: Engine, kind: str) -> str:

@@ -249,7 +249,12 @@ def test_what_is_no_drafter_is_refused(head, tmp_path, place):
     target = OTHERS["a whole Qwen3"].write(tmp_path / "target")
     (empty := tmp_path / "config-only").mkdir()
     (empty / "config.json").write_text(json.dumps(TARGET))
-    for other, said in ((target, "a whole model"), (empty, "no *.safetensors"), (tmp_path / "gone", "no folder")):
+    for other, said in (
+        (target, "a whole model"),
+        (target, "target/config.json"),
+        (empty, "no *.safetensors"),
+        (tmp_path / "gone", "no folder"),
+    ):
         refused = run(*((head, other) if place else (other, head)))
         assert refused.exit_code == 1 and said in refused.stderr and refused.stdout == ""
 

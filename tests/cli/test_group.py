@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 from support.commands import COMMANDS, fault_of
 from support.heads import MLA, random_slots, write_head
+from support.published import EAGLE3
 
 from kconv.cli import main
 from kconv.cli.group import JOBS, OTHER_WORDS, REST, Kconv, likely, sections
@@ -188,6 +189,16 @@ def test_the_next_command_stays_one_line_on_a_terminal(tmp_path):
     out = str(tmp_path / "a folder with a longer name")
     code, shown = on_terminal("to-vllm", head, out, NO_COLOR="1", COLUMNS="50")
     assert code == 0 and f"next: kconv validate '{out}' --source {head}" in shown.splitlines()
+
+
+def test_what_is_not_verified_is_folded_between_words(tmp_path):
+    head = EAGLE3["SafeAILab, Llama-3.1"].write(tmp_path / "head")
+    words = ("to-portable", str(head), str(tmp_path / "out"), "--target-layers", "32")
+    _, shown = on_terminal(*words, NO_COLOR="1", COLUMNS="50")
+    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).strip() for line in shown.splitlines()]
+    lines = lines[next(at for at, line in enumerate(lines) if line.startswith("not verified: captured")) :]
+    assert all(len(line) <= 50 or line.startswith("next:") for line in lines), lines
+    assert "not verified: captured: outputs of layers [1, 15, 28] (each" in " ".join(lines)
 
 
 @pytest.mark.parametrize("arguments", [("inspect", "{head}"), ("to-vllm", "{head}", "{out}", "--dry-run"),

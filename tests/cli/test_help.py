@@ -53,9 +53,11 @@ FOREIGN = {
     "hf": "--local-dir --repo-type",
     "scripts/real": "--quick --work",
     # What users try; kconv answers with its own name for it.
-    "other converters": "--output --overwrite",
-    "other trainers": "--epochs --num-epochs --passes --lr --learning-rate --batch-size --batch --steps --seq-len "
-    "--max-length",
+    "other converters": "--output --output-dir --overwrite --layer-ids --aux-layers --aux-hidden-state-layers --size",
+    "engines": "--backend --model --draft --drafter --draft-model --verifier --k --num-speculative-tokens "
+    "--num-draft-tokens",
+    "other trainers": "--dataset --epochs --num-epochs --passes --lr --learning-rate --batch-size --batch --steps "
+    "--seq-len --max-length",
     "click": "--help",
 }
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
@@ -71,7 +73,7 @@ def options() -> set[str]:
 def test_every_option_that_a_text_names_is_one():
     known = options() | {option for foreign in FOREIGN.values() for option in foreign.split()}
     texts = {
-        f"{file.relative_to(ROOT)}:{node.lineno}": node.value
+        f"{file.relative_to(ROOT)}:{node.lineno}:{node.col_offset}": node.value
         for file in PRODUCT
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
@@ -117,6 +119,14 @@ def test_help_fits_80_columns(name):
 def test_a_conversion_says_that_an_lm_head_is_added_where_one_is_needed(layout):
     said = "If HEAD has no lm_head, --target adds its own." in " ".join(" ".join(text(f"to-{layout.name}")).split())
     assert said is ("lm_head" in layout.needs)
+
+
+def test_help_shows_last_what_decides_an_open_fact():
+    lines = text("to-vllm")
+    heading = lines.index("If HEAD's files leave a fact open:")
+    own, rare = "\n".join(lines[:heading]), "\n".join(lines[heading:])
+    assert "--captured IDS" in rare and "--captured IDS" not in own
+    assert "--target PATH" in own and "--json" in own
 
 
 def test_every_option_of_the_group_says_what_it_does():

@@ -54,6 +54,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "prompts.jsonl").write_text(json.dumps(PROMPT) + "\n")
     (root / "comma.jsonl").write_text(f'{json.dumps(PROMPT)}\n{{"prompt": "Say it.",}}\n'.replace("Say it.", "ok"))
     (root / "dialogue.jsonl").write_text(json.dumps({"prompt": "Say it.", "response": "It."}) + "\n")
+    (root / "empty.jsonl").write_text('{"prompt": ""}\n')
+    (root / "text.jsonl").write_text('{"text": "Say it."}\n')
+    (root / "twice.jsonl").write_text('{"id": 7, "prompt": "a"}\n{"id": 7, "prompt": "b"}\n')
     EAGLE3["SafeAILab, Llama-3.1"].write(root / "silent")
     shutil.copytree(root / "target", root / "wide")
     (root / "wide" / "config.json").write_text(json.dumps(TARGET | {"hidden_size": 96, "intermediate_size": 64}))
@@ -114,6 +117,8 @@ RECIPES: dict[str, object] = {
     "no-head.yaml": _step(head="haed"),
     "modules.yaml": "name: mine\nmodules: all\n",
     "list.yaml": "- a\n- b\n",
+    "dollar.yaml": {"name": "mine", "steps": RECIPE["steps"] | {"sglang": {"do": "convert", "head": "vllm",
+                                                                          "to": "sglang"}}},
     "train.yaml": {"name": "m", "steps": {"t": {"do": "train", "target": "target", "recipe": "eagle3_mla",
                                                "data": "prompts.jsonl"}}},
     "batch.yaml": {"name": "m", "steps": {"t": {"do": "train", "target": "target", "recipe": "eagle3-mla",
@@ -155,6 +160,21 @@ MISTAKES: list[tuple[str, str, int, tuple[str, ...]]] = [
     ("an argument too many", "inspect head gqa", 2, ("gqa", " inspect takes HEAD")),
     ("an output by an option", "to-vllm head -o out", 2, ("-o", "OUT is an argument", " to-vllm HEAD OUT")),
     ("another command's option", "quantize-head head out --recipe fp8", 2, ("--recipe", "Did you mean --format?")),
+    ("another tool's data", "calibrate wide out --data prompts.jsonl", 2, ("--data", "Did you mean --prompts?")),
+    ("prompts for training", "train wide out --recipe eagle3-mla --prompts p", 2, ("Did you mean --data?",)),
+    ("vLLM's draft tokens", "bench --head head --num-speculative-tokens 3", 2, ("Did you mean --draft-tokens?",)),
+    ("a number below its range", "inspect silent --target-layers 0", 2, ("--target-layers", "0 is not at least 1.")),
+    ("an output file by another option", "bench --head head --output a.json", 2, ("Did you mean --out?",)),
+    ("a revision with a colon", "inspect org/head:main", 1, ("org/name@REVISION",)),
+    ("an underscore", "to_sglang head out", 2, ("Did you mean to-sglang?",)),
+    ("a report into a file", "validate head --out notes.md", 2, ("--out notes.md is a file",)),
+    ("a prompt without words", "calibrate target out.json --prompts empty.jsonl", 1,
+     ("empty.jsonl:1", "line 1 is empty")),
+    ("training text as prompts", "calibrate target out.json --prompts text.jsonl", 1, ('or "turns", but has text',)),
+    ("an id twice", "calibrate target out.json --prompts twice.jsonl", 1, ("repeats the id '7'", "its own id")),
+    ("a recipe in capitals", "quantize target out --recipe NVFP4 --input-scale data-free", 1, ("Did you mean nvfp4?",)),
+    ("a recipe's file without its end", "run no-head --dry-run", 1, ("no-head", "Did you mean no-head.yaml?")),
+    ("a step without its dollar", "run dollar.yaml --dry-run", 1, ("Did you mean $vllm, the step?",)),
     ("a short option", "-V", 2, ("-V", "--version")),
     ("a command's option before its name", "--json inspect head", 2, ("--json", "after its name")),
     ("no head to measure", "bench --suite prompts.jsonl --out a.json", 2, ("--head", "The head to measure")),
@@ -255,11 +275,12 @@ MISTAKES: list[tuple[str, str, int, tuple[str, ...]]] = [
     ("a misspelt name", "run name.yaml --dry-run", 1, ("name.yaml", "wrong: nmae is not a known key")),
     ("a key twice", "run twice.yaml --dry-run", 1, ("twice.yaml:4", "the key v occurs twice")),
     ("no steps", "run no-steps.yaml --dry-run", 1, ("no-steps.yaml", "the key steps is missing")),
-    ("a head that is not there", "run no-head.yaml --dry-run", 1, ("no-head.yaml:", "haed does not exist")),
+    ("a head that is not there", "run no-head.yaml --dry-run", 1,
+     ("no-head.yaml:", "haed does not exist", "start where kconv runs")),
     ("a misspelt part of the floor", "run floor.yaml --dry-run", 1, ("floor.yaml", "draft_token")),
     ("a step without do", "run do.yaml --dry-run", 1, ("do.yaml", "do")),
     ("a misspelt option", "run option.yaml --dry-run", 1, ("option.yaml", "hed")),
-    ("a license as a word", "run license.yaml --dry-run", 1, ("license.yaml", "license")),
+    ("a license as a word", "run license.yaml --dry-run", 1, ("license.yaml", "license", "its keys are")),
     ("a layout in a recipe", "run layout.yaml --dry-run", 1, ("layout.yaml", "vlm", "vllm")),
     ("an indentation", "run indent.yaml --dry-run", 1, ("indent.yaml", "line 6")),
     ("a list for a recipe", "run list.yaml --dry-run", 1, ("list.yaml",)),

@@ -79,7 +79,7 @@ def test_a_recipe_takes_the_data_through_once_unless_it_says_otherwise(kimi, nam
         ({"decoder": "mamba"}, "decoder is 'mamba'"),
         ({"learning_rate": 1}, "learning_rate"),
         ({"batches": 99_999}, "the data has 100,000 rows"),
-        ({"batch": 0}, "batch is 0"),
+        ({"batch": 0}, "batch is 0, but must be above 0"),
         ({"attention": {"heads": 64}}, "attention"),
         ({"optimizer": "sgd"}, "optimizer"),
         ({"captured": [1, 29, 61]}, "captures layer 61, but the target's layers are 0 to 60"),

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from kconv.errors import NotACheckpoint, ReportInvalid
-from kconv.validate.markdown import write_report
-from kconv.validate.report import Report, read_report, report_file
+from kconv.validate.markdown import table, write_report
+from kconv.validate.numbers import figures_in
+from kconv.validate.report import Finding, Report, read_report, report_file
 
 
 def test_a_report_is_read_by_its_name_or_its_folders(tmp_path: Path):
@@ -17,6 +18,28 @@ def test_a_report_is_read_by_its_name_or_its_folders(tmp_path: Path):
     assert read_report(tmp_path / "report" / "report.json") == read_report(tmp_path / "report") == report
     assert report_file(tmp_path / "report") == tmp_path / "report" / "report.json"
     assert report_file(tmp_path / "mine.json") == tmp_path / "mine.json"
+
+
+def test_a_written_report_names_no_folder_of_this_machine(tmp_path: Path):
+    about = {"source": str(tmp_path / "models/source"), "states": {"folder": str(tmp_path / "data/states")}}
+    about |= {"target": "org/target@main", "url": f"https://host{tmp_path}/models/x", "note": "1/2 of them"}
+    finding = Finding(
+        rule="K101", severity="error", where=f"{tmp_path}/models/head/config.json: a", message="no", fix="f"
+    )
+    report = Report(subject=str(tmp_path / "models/head/"), provenance=about, findings=(finding,))
+    write_report(report, tmp_path / "report")
+    kept = read_report(tmp_path / "report")
+    assert (kept.subject, kept.findings[0].where) == ("head", "head/config.json: a")
+    assert kept.provenance == about | {"source": "source", "states": {"folder": "states"}}
+    html, text = ((tmp_path / "report" / name).read_text() for name in ("report.html", "report.md"))
+    assert str(tmp_path / "data") not in html + text and "<h1>Validation of <code>head</code></h1>" in html
+
+
+def test_figures_stand_right_in_a_table():
+    rows = [("math", "1.543", "2", "–"), ("all", "1.575 [1.472, 1.691]", "1,600", "+3.1 % ± 0.2")]
+    assert figures_in(rows) == [False, True, True, True]
+    assert table(("text", "length"), [("a", 1.5)])[1] == "|---|---:|"
+    assert table(("text", "length"), [])[1] == "|---|---|"
 
 
 def test_a_report_that_is_not_there_is_named(tmp_path: Path):

@@ -163,6 +163,6 @@ def find_rule(wanted: str) -> Rule[Any]:
         UnknownRule: there is no such rule.
     """
     for one in BY_ID.values():
-        if wanted in (one.id, one.name) or wanted.upper() == one.id:
+        if wanted in (one.id, one.name) or wanted.upper().removeprefix("K") == one.id.removeprefix("K"):
             return one
     raise UnknownRule(f"no rule is called {wanted!r}", fix="Run kconv validate --explain all for the list.")
