@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import model_validator
 
 from ..errors import InputScalesInvalid, RequestInvalid, TargetInvalid
-from ..lines import Line, Part, Result, Styled, Table, duration, next_command
+from ..lines import Line, Part, Result, Styled, Table, counted, duration, megabytes, next_command
 from ..options import Count, Name, Share, argument, option
 from .base import Context, Estimate, Operation, quiet_stdout
 from .convert import Converted
@@ -126,7 +126,7 @@ class Quantized(Result):
             plan = self.plan
             yield (
                 f"{self.out}: {len(plan.modules):,} modules in NVFP4 ({plan.recipe.name}), "
-                f"{plan.bytes_in / 1e9:.3f} GB -> {plan.bytes_out / 1e9:.3f} GB in {self._files} files"
+                f"{megabytes(plan.bytes_in)} -> {megabytes(plan.bytes_out)} in {counted(self._files, 'file')}"
             )
             yield f"block scales: {plan.weight_scales}"
             yield f"input_scale: {plan.scales}"

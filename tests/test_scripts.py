@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ROOT / "scripts"
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGE = ROOT / "docs" / "evidence" / "benchmarks.md"
 MARKER = re.compile(r"^<!-- bench-([a-z-]+): (begin|end) -->$", re.MULTILINE)
 
 

@@ -1,4 +1,4 @@
-"""docs/attention.md."""
+"""docs/attention.md, and its experiments in docs/evidence."""
 
 from __future__ import annotations
 
@@ -14,29 +14,34 @@ from .attention_rounding import describe_rounding
 from .attention_rows import ROWS_OF_TABLE, cell, share
 from .attention_size import describe_size
 from .attention_store import load, measured_on, store
-from .page import DOCS
+from .page import DOCS, EVIDENCE
 
-PAGE = DOCS / "attention.md"
+PAGES = DOCS / "attention.md", EVIDENCE / "attention.md"
 
 
 def write_page() -> None:
     """Write each part that was measured between its markers; the others stay as they are."""
-    text, done = PAGE.read_text(), 0
-    for name, (stores, describe) in PARTS.items():
-        if all(store(one).exists() for one in stores):
-            text, done = fill(text, name, describe()), done + 1
-    if not done:
+    found = {name: make() for name, (stores, make) in PARTS.items() if all(store(one).exists() for one in stores)}
+    if not found:
         raise SystemExit(f"error: {cache_root()} has no figures; set KCONV_CACHE to where they were measured")
-    PAGE.write_text(text)
+    for name, lines in found.items():
+        page = next((one for one in PAGES if _mark(name) in one.read_text()), None)
+        if page is None:
+            raise SystemExit(f"error: no page has {_mark(name)}")
+        page.write_text(fill(page.read_text(), name, lines))
+
+
+def _mark(name: str, end: str = "begin") -> str:
+    return f"<!-- {name}: {end} -->"
 
 
 def fill(text: str, name: str, lines: list[str]) -> str:
     """Return the page with other lines between the markers of that name."""
-    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    begin, end = _mark(name), _mark(name, "end")
     before, begun, rest = text.partition(begin)
     _, ended, after = rest.partition(end)
     if not (begun and ended):
-        raise SystemExit(f"error: {PAGE} has no {begin} with {end} behind it")
+        raise SystemExit(f"error: no page has {begin} with {end} behind it")
     return "\n".join([before + begin, "", *lines, "", end + after])
 
 

@@ -130,7 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, help="SmolLM2's folder (build/real/target, made if it is not there)")
     parser.add_argument("--work", type=Path, help="keep what is made in this folder")
-    parser.add_argument("--markdown", action="store_true", help="write the result into docs/benchmarks.md")
+    parser.add_argument("--markdown", action="store_true", help="write the result into docs/evidence/benchmarks.md")
     wish = parser.parse_args()
     target = (wish.target or ROOT / "build" / "real" / "target").absolute()
     if not target.exists():

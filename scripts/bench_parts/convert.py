@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5, help="timed pairs with the head in the page cache (5)")
     parser.add_argument("--cold", type=int, default=3, help="timed pairs with the head on the disk alone (3)")
     parser.add_argument("--dir", type=Path, default=None, help="where the temporary folder goes: the disk to measure")
-    parser.add_argument("--markdown", action="store_true", help="write the result into docs/benchmarks.md")
+    parser.add_argument("--markdown", action="store_true", help="write the result into docs/evidence/benchmarks.md")
     wish = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-convert-", dir=wish.dir) as name:
         folder = Path(name)

@@ -4,8 +4,8 @@
 
 The heads are the demo's GQA head, for fewer steps and from several seeds, trained with Muon as kconv trains tiny heads
 and with AdamW. *As trained* is ModelOpt's own module, *as served* kconv's computation of its export, whose counts are
-those of both engines (docs/real.md). Heads are kept in the cache, so that a stopped run resumes. `--markdown` writes
-the table into docs/guides/train.md.
+those of both engines (docs/evidence/real.md). Heads are kept in the cache, so that a stopped run resumes.
+`--markdown` writes the table into docs/guides/train.md.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bench_parts.heads import KIMI_MLA, make_head
 from bench_parts.machine import KCONV, apart, timed
-from bench_parts.page import DOCS, closing, write_section
+from bench_parts.page import EVIDENCE, closing, write_section
 
 from kconv.charts import INK, chart
 
@@ -23,7 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=WIDTHS, default="full", help="full: up to 6 GB; small: a quick check")
     parser.add_argument(
-        "--markdown", action="store_true", help="write the result into docs/benchmarks.md, and the plot"
+        "--markdown", action="store_true", help="write the result into docs/evidence/benchmarks.md, and the plot"
     )
     wish = parser.parse_args()
     points = []
@@ -66,7 +66,7 @@ def report(points: list[tuple[float, float]]) -> list[str]:
 def draw(points: list[tuple[float, float]]) -> None:
     """Plot the peak beside a line of the checkpoint's own size, which is what reading it whole would take."""
     sizes = [size for size, _ in points]
-    with chart(DOCS / "memory.png") as (_, [axes]):
+    with chart(EVIDENCE / "memory.png") as (_, [axes]):
         axes.plot(sizes, [peak for _, peak in points], marker="o", label="kconv to-vllm")
         axes.plot(sizes, [size * 1e9 / 2**20 for size in sizes], linestyle="--", color=INK, label="the head itself")
         axes.set(xlabel="size of the head, GB", ylabel="peak resident memory, MiB", yscale="log")

@@ -22,7 +22,7 @@ ROWS, COLUMNS = 2048, 7168
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5, help="measurements of each side (default 5)")
-    parser.add_argument("--markdown", action="store_true", help="put the result into docs/benchmarks.md")
+    parser.add_argument("--markdown", action="store_true", help="put the result into docs/evidence/benchmarks.md")
     options = parser.parse_args()
     torch.set_num_threads(1)
     lines = report([(str(dtype).removeprefix("torch."), *compare(dtype, options.pairs)) for dtype in DTYPES])

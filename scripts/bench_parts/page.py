@@ -1,4 +1,4 @@
-"""docs/benchmarks.md."""
+"""docs/evidence/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 from .machine import processor
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGE = DOCS / "benchmarks.md"
+EVIDENCE = DOCS / "evidence"
+PAGE = EVIDENCE / "benchmarks.md"
 ORDER = (
     "machine", "start", "demo", "convert", "memory", "speculators", "verify", "validate", "pack", "rates", "quantize",
     "weight-scales", "quantize-head", "train", "train-step", "train-memory", "capture", "chain", "reads", "gpu",

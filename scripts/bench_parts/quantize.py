@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=20, help="size of the larger checkpoint (20)")
     parser.add_argument("--pairs", type=int, default=3, help="comparisons of one rank with two (3)")
     parser.add_argument("--dir", type=Path, default=None, help="where the temporary folder goes: the disk to measure")
-    parser.add_argument("--markdown", action="store_true", help="write the result into docs/benchmarks.md")
+    parser.add_argument("--markdown", action="store_true", help="write the result into docs/evidence/benchmarks.md")
     parser.add_argument("--save", type=Path, help="write the figures into this file, as JSON")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     wish = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Measure how much acceptance length draft heads retain in FP8 and NVFP4, and write it into docs/benchmarks.md.
+"""Measure how much acceptance length heads retain in FP8 and NVFP4, and write it into docs/evidence/benchmarks.md.
 
     .venv/bin/python scripts/bench quantize-head [--markdown]
 
@@ -110,7 +110,7 @@ def row(name: str, figures: dict[str, Figures]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--markdown", action="store_true", help="write the result into docs/benchmarks.md")
+    parser.add_argument("--markdown", action="store_true", help="write the result into docs/evidence/benchmarks.md")
     wish = parser.parse_args()
     lines = report(gather())
     print("\n".join(lines))

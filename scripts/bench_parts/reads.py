@@ -89,7 +89,7 @@ def size(folder: Path, pattern: str = "*.safetensors") -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller targets and states")
-    parser.add_argument("--markdown", action="store_true", help="write the result into docs/benchmarks.md")
+    parser.add_argument("--markdown", action="store_true", help="write the result into docs/evidence/benchmarks.md")
     wish = parser.parse_args()
     extras, counts = QUICK if wish.quick else FULL
     rows: list[dict[str, Any]] = []

@@ -53,7 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=("full", "small"), default="full", help="full: 1.1 GB; small: a quick check")
     parser.add_argument("--pairs", type=int, default=3, help="timed pairs, with the head in the page cache (3)")
-    parser.add_argument("--markdown", action="store_true", help="write the result into docs/benchmarks.md")
+    parser.add_argument("--markdown", action="store_true", help="write the result into docs/evidence/benchmarks.md")
     wish = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-speculators-") as name:
         folder = Path(name)

@@ -145,7 +145,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--only", choices=HEADS, help="measure one head; the page keeps its rows of the other")
-    parser.add_argument("--markdown", action="store_true", help="write the table into docs/benchmarks.md")
+    parser.add_argument("--markdown", action="store_true", help="write the table into docs/evidence/benchmarks.md")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     target = make_target(DEMO, cache_root())
@@ -159,7 +159,7 @@ def main() -> None:
 
 
 def write(rows: list[str]) -> None:
-    """Put the table into docs/benchmarks.md; a head that was not measured keeps its rows."""
+    """Put the table into docs/evidence/benchmarks.md; a head that was not measured keeps its rows."""
     measured = {row.split(" | ")[0] for row in rows}
     before = (row for row in read_section("train").splitlines() if row.startswith(ROWS))
     kept = [row for row in before if row.split(" | ")[0] not in measured]

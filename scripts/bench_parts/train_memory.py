@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument(
         "--size", choices=LENGTHS, default="full", help="full: up to 4,096 tokens; small: a quick check"
     )
-    parser.add_argument("--markdown", action="store_true", help="write the table into docs/benchmarks.md")
+    parser.add_argument("--markdown", action="store_true", help="write the table into docs/evidence/benchmarks.md")
     wish = parser.parse_args()
     wanted, cells, worst = LENGTHS[wish.size], {}, 0.0
     for length in sorted({length for lengths in wanted.values() for length in lengths}):

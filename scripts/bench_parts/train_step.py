@@ -242,7 +242,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--only", default="*", help="the cases whose name fits")
     parser.add_argument("--modelopt", action="store_true", help="ModelOpt's own loop too, at up to 1,024 tokens")
-    parser.add_argument("--markdown", action="store_true", help="write the table into docs/benchmarks.md")
+    parser.add_argument("--markdown", action="store_true", help="write the table into docs/evidence/benchmarks.md")
     wish = parser.parse_args()
     rows = [report(case, wish.pairs, wish.modelopt) for case in CASES if fnmatchcase(case.name, wish.only)]
     if wish.markdown:
@@ -276,7 +276,7 @@ def report(case: Case, pairs: int, modelopt: bool) -> str:
 
 
 def write(rows: list[str]) -> None:
-    """Put the table into docs/benchmarks.md."""
+    """Put the table into docs/evidence/benchmarks.md."""
     write_section(
         "train-step",
         [

@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="full", help="small: a quick check of this script")
     parser.add_argument("--runs", type=int, default=3, help="timed runs (3)")
     parser.add_argument("--dir", type=Path, default=None, help="where the temporary folder goes")
-    parser.add_argument("--markdown", action="store_true", help="write the result into docs/benchmarks.md")
+    parser.add_argument("--markdown", action="store_true", help="write the result into docs/evidence/benchmarks.md")
     parser.add_argument("--json", action="store_true", help="print the runs as JSON")
     wish = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-validate-", dir=wish.dir) as name:

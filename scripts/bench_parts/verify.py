@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="full", help="full: 6.03 GB; small: 0.2 GB, a quick check")
     parser.add_argument("--pairs", type=int, default=5, help="timed turns (5)")
     parser.add_argument("--dir", type=Path, default=None, help="where the temporary folder goes")
-    parser.add_argument("--markdown", action="store_true", help="write the result into docs/benchmarks.md")
+    parser.add_argument("--markdown", action="store_true", help="write the result into docs/evidence/benchmarks.md")
     wish = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-verify-", dir=wish.dir) as name:
         folder = Path(name)

@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5, help="how often each is timed (5)")
     parser.add_argument("--texts", type=int, default=40, help=f"texts of at most {TOKENS} tokens (40)")
     parser.add_argument("--target", type=Path, help="SmolLM2's folder (build/real/target, made if it is not there)")
-    parser.add_argument("--markdown", action="store_true", help="write the result into docs/benchmarks.md")
+    parser.add_argument("--markdown", action="store_true", help="write the result into docs/evidence/benchmarks.md")
     wish = parser.parse_args()
     torch.set_num_threads(1)
     if not isinstance(fastest(), NativePacker):

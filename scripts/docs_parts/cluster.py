@@ -3,8 +3,8 @@
     scripts/docs cluster            write it
     scripts/docs cluster --check    exit 1 where the page says something else
 
-Every figure is computed from docs/benchmarks.md, which is measured, from the dims of Kimi-K2, and from NVIDIA's
-published rates. None was measured on a cluster.
+Every figure is computed from docs/evidence/benchmarks.md, which is measured, from the dims of Kimi-K2, and from
+NVIDIA's published rates. None was measured on a cluster.
 """
 
 import argparse
@@ -59,7 +59,9 @@ def measured() -> tuple[float, float, float, float]:
         re.DOTALL,
     )
     if found is None:
-        sys.exit("error: docs/benchmarks.md has no such figures of quantize: run scripts/bench --only quantize")
+        sys.exit(
+            "error: docs/evidence/benchmarks.md has no such figures of quantize: run scripts/bench --only quantize"
+        )
     gb, read, write, rank, whole = map(float, found.groups())
     return gb * 1e9 / read, gb * 1e9 / write, rank * 1e6, whole * 1e9
 
@@ -75,8 +77,8 @@ def opening() -> list[str]:
         "",
         "<!-- scripts/docs cluster writes this page. -->",
         "",
-        "Nothing here was measured on a cluster. Each figure is computed from [Benchmarks](benchmarks.md), Kimi-K2's"
-        f" dims, and an H200's published rates ({PEAK / 1e12:.0f} TFLOP/s in bf16, {MEMORY / 1e9:.0f} GB,"
+        "Nothing here was measured on a cluster. Each figure is computed from [Benchmarks](evidence/benchmarks.md),"
+        f" Kimi-K2's dims, and an H200's published rates ({PEAK / 1e12:.0f} TFLOP/s in bf16, {MEMORY / 1e9:.0f} GB,"
         f" {NETWORK / 1e9:.0f} GB/s of network), at {SHARES[0]:.0%} to {SHARES[1]:.0%} of the peak.",
         "",
     ]

@@ -1,4 +1,4 @@
-"""Write the figures of README.md from docs/benchmarks.md, whose sections the benchmarks write.
+"""Write the figures of README.md from docs/evidence/benchmarks.md, whose sections the benchmarks write.
 
     scripts/docs figures            write them
     scripts/docs figures --check    exit 1 where README.md says something else
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-README, PAGE = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
+README, PAGE = ROOT / "README.md", ROOT / "docs" / "evidence" / "benchmarks.md"
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 # A section's name, what is taken from it, and the sentence it makes.
 FIGURES = (
@@ -56,7 +56,7 @@ def taken(page: str, name: str, pattern: str) -> dict[str, str]:
     section = page.partition(f"<!-- bench-{name}: begin -->")[2].partition(f"<!-- bench-{name}: end -->")[0]
     found = re.search(pattern, section, re.DOTALL)
     if found is None:
-        sys.exit(f"error: docs/benchmarks.md has no such figures of {name}: run scripts/bench --only {name}")
+        sys.exit(f"error: docs/evidence/benchmarks.md has no such figures of {name}: run scripts/bench --only {name}")
     return found.groupdict()
 
 

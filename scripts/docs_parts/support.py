@@ -79,7 +79,7 @@ FORMS = {
 FAMILIES = "tests/engine/test_families.py"
 DRAFTS, WITNESS, QUANTIZED = (
     "tests/engine/test_drafts.py",
-    "docs/witnesses.json",
+    "docs/evidence/witnesses.json",
     "tests/engine/test_quantized_heads.py",
 )
 RUNS: dict[tuple[str, str, str], tuple[str, str]] = {

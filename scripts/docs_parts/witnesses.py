@@ -1,6 +1,6 @@
 """Write what vLLM and SGLang themselves do with right heads, and with silent faults.
 
-The page is docs/witnesses.md; parts of it are in README.md and docs/engines/.
+The page is docs/evidence/witnesses.md; parts of it are in README.md and docs/engines/.
 
     scripts/docs witnesses                       write the page from what is recorded
     scripts/docs witnesses --check               exit 1 where the page says something else
@@ -9,7 +9,7 @@ The page is docs/witnesses.md; parts of it are in README.md and docs/engines/.
     scripts/docs witnesses --sweep sglang        first call kconv bench --draft-tokens 1-8
 
 Each of the three also accepts vllm, and takes minutes: validate starts two servers per head, bench one per
-K. Results are recorded head by head, in docs/witnesses.json and docs/sweep.json. The environments that they
+K. Results are recorded head by head, in witnesses.json and sweep.json of docs/evidence. The environments that they
 serve from (scripts/engine-env) and the demo are created if missing.
 """
 
@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE, RECORD = ROOT / "docs" / "witnesses.md", ROOT / "docs" / "witnesses.json"
-SWEEP, SWEPT = ROOT / "docs" / "sweep.json", 12  # prompts
+EVIDENCE = ROOT / "docs" / "evidence"
+PAGE, RECORD = EVIDENCE / "witnesses.md", EVIDENCE / "witnesses.json"
+SWEEP, SWEPT = EVIDENCE / "sweep.json", 12  # prompts
 README, ENGINES = ROOT / "README.md", ROOT / "docs" / "engines"
 BEGIN, END = "<!-- {}: begin -->", "<!-- {}: end -->"
 TITLES = {"vllm": "vLLM", "sglang": "SGLang"}
@@ -357,7 +358,7 @@ def sweeps(found: dict) -> list[str]:
     heads = ("K", "acceptance length", "verify steps", *(f"accepted in {TITLES[engine]}" for engine in found))
     values = {tuple(line for line in one["curve"].splitlines() if not line.startswith("#")) for one in found.values()}
     which = "the same values" if len(values) == 1 else "other values"
-    curve = f"`kconv curve` writes {which} for each engine (`docs/sweep.json`)."
+    curve = f"`kconv curve` writes {which} for each engine (`docs/evidence/sweep.json`)."
     said = f"Equal to kconv's own forward, and answers to counters: {equal} of {len(rows)}. {curve}"
     return [*table(heads, lines), "", said]
 
@@ -405,7 +406,8 @@ def engine_faults(rows: list[dict], engine: str) -> list[str]:
         for name, row in own.items()
         if name in SHORT
     ]
-    said = "The real engine's acceptance length; it reported none of these ([all](../witnesses.md#silent-faults)):"
+    every = "[all](../evidence/witnesses.md#silent-faults)"
+    said = f"The real engine's acceptance length; it reported none of these ({every}):"
     return [said, "", *lines]
 
 

@@ -1,4 +1,4 @@
-"""docs/real.md, of what scripts/real left in its folder."""
+"""docs/evidence/real.md, of what scripts/real left in its folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kconv.targets.states import open_states
 
 from .attention import ALIKE, CONVERSIONS, SERVED
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "real.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "evidence" / "real.md"
 NGRAM, LOOKUP, BIGRAM = "n-gram", "prompt lookup", "bigram"
 CARD = PAGE.parent / "cards" / "smollm2-135m-instruct-eagle3"
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}

@@ -1,7 +1,7 @@
 """What goes wrong with a head in silence: done to heads that are right, and served by the real engines.
 
 Each is a folder that an engine loads without a word of what is wrong with it, or so the tables say; the tests and the
-page docs/witnesses.md serve them.
+page docs/evidence/witnesses.md serve them.
 """
 
 from __future__ import annotations
