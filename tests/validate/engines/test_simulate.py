@@ -78,7 +78,7 @@ def test_who_serves_a_head_is_whom_it_is_checked_for(name, readings, tmp_path, m
     monkeypatch.setattr(parity, "measure_parity", lambda *_: ParityFound((), {}))
     folder, target = Folder(GOOD[name].write(tmp_path / "head")), write_target(tmp_path / "target", TARGET)
     held_out = HeldOut("held-out.jsonl", "", (), ())
-    options = ValidateOptions(engine="vllm", prompts=held_out.file)
+    options = ValidateOptions(engine="vllm", engine_python="python", prompts=held_out.file)
     report = validate(folder, options, target=target, prompts=held_out)
     assert {"vllm-v1", "vllm-v2"} <= set(report.provenance["for"])
     assert asked == [readings]
