@@ -78,8 +78,8 @@ def inspect(
         layers: Decoder layers of the head, if the config states the target's.
         max_positions: Longest context that you will serve.
         norm_before_residual: norm_before_residual, if the config omits it.
-        mask_token: mask_token_id of a DFlash drafter or P-EAGLE head, if unstated.
-        sample_from_anchor: sample_from_anchor of a DFlash drafter, if nothing says it.
+        mask_token: mask_token_id, if the config omits it.
+        sample_from_anchor: sample_from_anchor, if the config omits it.
         target: The target; its depth decides the default captured layers.
         target_layers: The target's depth, instead of --target.
     """
@@ -154,8 +154,8 @@ def vocab(
         layers: Decoder layers of the head, if the config states the target's.
         max_positions: Longest context that you will serve.
         norm_before_residual: norm_before_residual, if the config omits it.
-        mask_token: mask_token_id of a DFlash drafter or P-EAGLE head, if unstated.
-        sample_from_anchor: sample_from_anchor of a DFlash drafter, if nothing says it.
+        mask_token: mask_token_id, if the config omits it.
+        sample_from_anchor: sample_from_anchor, if the config omits it.
         target: The target; its depth decides the default captured layers.
         target_layers: The target's depth, instead of --target.
         text: Text or prompts (JSONL), for the coverage and --prune.
@@ -216,8 +216,8 @@ def convert(
         layers: Decoder layers of the head, if the config states the target's.
         max_positions: Longest context that you will serve.
         norm_before_residual: norm_before_residual, if the config omits it.
-        mask_token: mask_token_id of a DFlash drafter or P-EAGLE head, if unstated.
-        sample_from_anchor: sample_from_anchor of a DFlash drafter, if nothing says it.
+        mask_token: mask_token_id, if the config omits it.
+        sample_from_anchor: sample_from_anchor, if the config omits it.
         target: The target; its depth decides the default captured layers.
         target_layers: The target's depth, instead of --target.
         to: The layout to write.
@@ -297,8 +297,8 @@ def validate(
         layers: Decoder layers of the head, if the config states the target's.
         max_positions: Longest context that you will serve.
         norm_before_residual: norm_before_residual, if the config omits it.
-        mask_token: mask_token_id of a DFlash drafter or P-EAGLE head, if unstated.
-        sample_from_anchor: sample_from_anchor of a DFlash drafter, if nothing says it.
+        mask_token: mask_token_id, if the config omits it.
+        sample_from_anchor: sample_from_anchor, if the config omits it.
         target: The target; its depth decides the default captured layers.
         target_layers: The target's depth, instead of --target.
         for_: Engine that will serve it, or all; by default its layout's; repeatable.
@@ -376,8 +376,8 @@ def bench(
         layers: Decoder layers of the head, if the config states the target's.
         max_positions: Longest context that you will serve.
         norm_before_residual: norm_before_residual, if the config omits it.
-        mask_token: mask_token_id of a DFlash drafter or P-EAGLE head, if unstated.
-        sample_from_anchor: sample_from_anchor of a DFlash drafter, if nothing says it.
+        mask_token: mask_token_id, if the config omits it.
+        sample_from_anchor: sample_from_anchor, if the config omits it.
         target: The target; its depth decides the default captured layers.
         target_layers: The target's depth, instead of --target.
         url: A running vLLM, SGLang or TensorRT-LLM that speculates.
@@ -612,7 +612,7 @@ def train(
     rate: float | None = None,
     trust_remote_code: bool = False,
 ) -> Trained:
-    """Train an Eagle3 head, or a DFlash or DSpark drafter, for TARGET into the new folder OUT, with ModelOpt's loss.
+    """Train a drafter of the recipe's family for TARGET into the new folder OUT, with ModelOpt's loss.
 
     --data runs the target during training, whole in each process; with --url and --shared a vLLM runs it, started as
     for kconv states, and its states are removed once they are read. --states does not run it. With --states or --url
@@ -623,10 +623,10 @@ def train(
     processes from WORLD_SIZE and those of a node from LOCAL_WORLD_SIZE.
 
     The same command, with the same number of processes, resumes a stopped run from its last checkpoint
-    (.NAME.training next to OUT) and ends with the same weights. OUT is ready for kconv to-vllm: an Eagle3 head has
-    TensorRT-LLM's layout, or vLLM's if it is an MLA head with a reduced vocabulary, which TensorRT-LLM cannot load; a
-    DFlash or DSpark drafter has ModelOpt's. Its manifest records the training; its folder modelopt has the head as
-    ModelOpt's module, and the curves.
+    (.NAME.training next to OUT) and ends with the same weights. OUT is ready for kconv to-vllm. It has ModelOpt's
+    layout, an Eagle3 head TensorRT-LLM's, or vLLM's if it is an MLA head with a reduced vocabulary, which TensorRT-LLM
+    cannot load. Its manifest records the training; its folder modelopt has the head as ModelOpt's module, and the
+    curves.
 
     --dry-run prints steps, memory, disk and, with --rate, hours. It reads the data only if the recipe does not state
     both steps and batches.
@@ -754,8 +754,8 @@ def quantize_head(
         layers: Decoder layers of the head, if the config states the target's.
         max_positions: Longest context that you will serve.
         norm_before_residual: norm_before_residual, if the config omits it.
-        mask_token: mask_token_id of a DFlash drafter or P-EAGLE head, if unstated.
-        sample_from_anchor: sample_from_anchor of a DFlash drafter, if nothing says it.
+        mask_token: mask_token_id, if the config omits it.
+        sample_from_anchor: sample_from_anchor, if the config omits it.
         target: The target; its depth decides the default captured layers.
         target_layers: The target's depth, instead of --target.
         format: Number format of the linear layers.

@@ -85,8 +85,8 @@ class Hints(StrictModel):
         norm_before_residual: whether the residual of layer 0 is `hidden_norm(h)`.
         rope_theta: RoPE's base, if the config states none.
         layers: number of the head's own decoder layers, if num_hidden_layers is the target's.
-        mask_token: the token in the slots of a block drafter, or after the first of a P-EAGLE head's entries.
-        sample_from_anchor: whether a block drafter's first slot predicts a token.
+        mask_token: the token that stands for those not yet drafted, in a drafter that drafts several at once.
+        sample_from_anchor: whether the first slot of a block predicts a token.
     """
 
     captured: tuple[int, ...] | None = None

@@ -3,7 +3,7 @@
     python start_server.py WATCH MODULE OPTIONS...
 
 WATCH is a file with what is particular to the engine: `prepare()`, called before it starts, and `watch(watch_load)`,
-which lets its loader call `watch_load(model, load)`. MODULE is its own program, e.g.
+which lets its loader call `watch_load(model, load)` for each drafter. MODULE is its own program, e.g.
 vllm.entrypoints.openai.api_server. An engine allocates a head's parameters without clearing the memory and fills those
 that the folder's tensors name; it does not report the others. So each parameter of a head is filled with a mark before
 loading. At the head's first step, a parameter that still has the mark is restored and listed in the file that the
@@ -23,13 +23,10 @@ from pathlib import Path
 from typing import Any
 
 REPORT, WATCH = "KCONV_UNREACHED", "KCONV_ENGINE_WATCH"
-# Parts of the class names of heads in vLLM and SGLang that no target's class name has.
-HEAD_CLASSES = ("Eagle3", "DFlash", "DSpark")
 # Parameters that a head may take from its target instead of its own.
 SHARED = ("embed_tokens", "lm_head")
-# Scales of a cache, which have a default if the folder lacks them, and what vLLM uses only if it has a file of its own:
-# https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/qwen3_dflash.py#L517
-DEFAULTED = ("q_scale", "k_scale", "v_scale", "prob_scale", "mask_embedding")
+# Scales of a cache, which have a default if the folder lacks them.
+DEFAULTED = ("q_scale", "k_scale", "v_scale", "prob_scale")
 
 
 def marked(values: Any) -> Any:
@@ -41,17 +38,23 @@ def marked(values: Any) -> Any:
     return values == torch.iinfo(values.dtype).min
 
 
-def watch_load(model: Any, load: Any) -> Any:
-    """Load a head's weights, and record at its first step which parameters stayed unfilled."""
+def watch_load(model: Any, load: Any, defaulted: tuple[str, ...] = ()) -> Any:
+    """Load a head's weights, and record at its first step which parameters stayed unfilled.
+
+    Args:
+        model: the head, with its parameters.
+        load: fills them.
+        defaulted: parameters that the engine does without, besides `DEFAULTED`.
+    """
     import torch
 
-    if not any(part in type(model).__name__ for part in HEAD_CLASSES):
-        return load()
     before: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
         values = parameter.data
         # Bytes have no spare value for a mark.
-        if name.rpartition(".")[2] in DEFAULTED or not (values.is_floating_point() or values.dtype.itemsize > 1):
+        if name.rpartition(".")[2] in (*DEFAULTED, *defaulted) or not (
+            values.is_floating_point() or values.dtype.itemsize > 1
+        ):
             continue
         before[name] = values.clone()
         values.fill_(float("nan") if values.is_floating_point() else torch.iinfo(values.dtype).min)

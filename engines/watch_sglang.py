@@ -10,6 +10,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+# Parts of the class names of each family's drafters, which no target's has.
+DRAFTERS = ("Eagle3", "DFlash", "DSpark")
+
 
 def prepare() -> None:
     """Let SGLang run on a CPU without its own kernels, in the environment that scripts/engine-env makes."""
@@ -26,6 +29,8 @@ def watch(watch_load: Callable[[Any, Any], Any]) -> None:
     own = DefaultModelLoader.load_weights_only
 
     def load_weights_only(model: Any, *rest: Any, **options: Any) -> Any:
+        if not any(part in type(model).__name__ for part in DRAFTERS):
+            return own(model, *rest, **options)
         return watch_load(model, lambda: own(model, *rest, **options))
 
     DefaultModelLoader.load_weights_only = staticmethod(load_weights_only)

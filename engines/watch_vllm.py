@@ -10,6 +10,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+# Parts of the class names of each family's drafters, which no target's has.
+DRAFTERS = ("Eagle3", "DFlash", "DSpark")
+# Parameters of theirs that are used only with a file of its own:
+# https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/qwen3_dflash.py#L517
+DEFAULTED = ("mask_embedding",)
+
 
 def prepare() -> None:
     """Keep vLLM from kernels that fail on fp32, and let it report what it drafts for each request."""
@@ -70,7 +76,7 @@ def norm_by_layer(model: Any) -> None:
         setattr(kind, own, normalize)
 
 
-def watch(watch_load: Callable[[Any, Any], Any]) -> None:
+def watch(watch_load: Callable[..., Any]) -> None:
     from vllm.model_executor.model_loader.default_loader import (  # pyright: ignore[reportMissingImports]
         DefaultModelLoader,
     )
@@ -78,7 +84,9 @@ def watch(watch_load: Callable[[Any, Any], Any]) -> None:
     own = DefaultModelLoader.load_weights
 
     def load_weights(self: Any, model: Any, *rest: Any, **options: Any) -> Any:
+        if not any(part in type(model).__name__ for part in DRAFTERS):
+            return own(self, model, *rest, **options)
         norm_by_layer(model)
-        return watch_load(model, lambda: own(self, model, *rest, **options))
+        return watch_load(model, lambda: own(self, model, *rest, **options), DEFAULTED)
 
     DefaultModelLoader.load_weights = load_weights

@@ -54,11 +54,9 @@ class Reading(Operation):
         None, "norm_before_residual, if the config omits it.",
         kind="yes-or-no",
     )  # fmt: skip
-    mask_token: Token | None = option(
-        None, "mask_token_id of a DFlash drafter or P-EAGLE head, if unstated.", metavar="ID"
-    )
+    mask_token: Token | None = option(None, "mask_token_id, if the config omits it.", metavar="ID")
     sample_from_anchor: YesOrNo | None = option(
-        None, "sample_from_anchor of a DFlash drafter, if nothing says it.",
+        None, "sample_from_anchor, if the config omits it.",
         kind="yes-or-no",
     )  # fmt: skip
     target: Name | None = option(None, "The target; its depth decides the default captured layers.", kind="checkpoint")

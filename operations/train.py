@@ -17,6 +17,7 @@ from ..lines import Part, Result, Table, next_command
 from ..options import Name, argument, option
 from ..targets.options import SPLIT
 from ..train.options import TrainOptions
+from ..train.recipe import NAMES
 from .base import Context, Estimate, Operation
 from .reading import Reach, check_data, check_target, check_trusted, refuse_existing_output, serving
 
@@ -106,7 +107,7 @@ def _describe(coverage: Coverage, draft_vocab: int | None) -> str:
 
 
 class Train(Operation, TrainOptions):
-    """Train an Eagle3 head, or a DFlash or DSpark drafter, for TARGET into the new folder OUT, with ModelOpt's loss.
+    """Train a drafter of the recipe's family for TARGET into the new folder OUT, with ModelOpt's loss.
 
     --data runs the target during training, whole in each process; with --url and --shared a vLLM runs it, started as
     for kconv states, and its states are removed once they are read. --states does not run it. With --states or --url
@@ -117,10 +118,10 @@ class Train(Operation, TrainOptions):
     processes from WORLD_SIZE and those of a node from LOCAL_WORLD_SIZE.
 
     The same command, with the same number of processes, resumes a stopped run from its last checkpoint
-    (.NAME.training next to OUT) and ends with the same weights. OUT is ready for kconv to-vllm: an Eagle3 head has
-    TensorRT-LLM's layout, or vLLM's if it is an MLA head with a reduced vocabulary, which TensorRT-LLM cannot load; a
-    DFlash or DSpark drafter has ModelOpt's. Its manifest records the training; its folder modelopt has the head as
-    ModelOpt's module, and the curves.
+    (.NAME.training next to OUT) and ends with the same weights. OUT is ready for kconv to-vllm. It has ModelOpt's
+    layout, an Eagle3 head TensorRT-LLM's, or vLLM's if it is an MLA head with a reduced vocabulary, which TensorRT-LLM
+    cannot load. Its manifest records the training; its folder modelopt has the head as ModelOpt's module, and the
+    curves.
 
     --dry-run prints steps, memory, disk and, with --rate, hours. It reads the data only if the recipe does not state
     both steps and batches.
@@ -140,9 +141,7 @@ class Train(Operation, TrainOptions):
 
     target: Name = argument("The target: a folder or a Hub id.", kind="checkpoint")
     out: Name = argument("The folder to write; it must not exist.", kind="output")
-    recipe: Name = option(
-        ..., "eagle3-mla, eagle3-gqa, dflash, dspark, or a YAML file.", kind="file", metavar="NAME|FILE"
-    )
+    recipe: Name = option(..., f"{', '.join(NAMES)}, or a YAML file.", kind="file", metavar="NAME|FILE")
     set: Annotated[dict[str, Any], BeforeValidator(_settings)] = option(
         {}, "Set a key of the recipe; repeatable.", kind="settings", metavar="KEY=VALUE"
     )

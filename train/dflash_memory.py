@@ -6,10 +6,9 @@ https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/speculative
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ..targets.config import TargetConfig
 from .dflash_recipe import BlockRecipe, DFlashRecipe, DSparkRecipe
+from .drafter_recipe import Sizes
 from .evaluate import count_rows
 
 WIDTHS = {"F32": 4, "BF16": 2}
@@ -20,22 +19,7 @@ FP32 = 4
 AT_A_TIME = 1024
 
 
-@dataclass(frozen=True)
-class BlockSizes:
-    """Bytes of a batch.
-
-    Attributes:
-        kept: of the forward pass, for the gradient.
-        once: the most beyond that, in the attention of a layer or in the loss.
-        evaluation: the most of an evaluation.
-    """
-
-    kept: int
-    once: int
-    evaluation: int
-
-
-def block_sizes(recipe: BlockRecipe, config: TargetConfig, rows: int) -> BlockSizes:
+def block_sizes(recipe: BlockRecipe, config: TargetConfig, rows: int) -> Sizes:
     """Return what a batch of so many rows takes."""
     full, half = WIDTHS[recipe.dtype], WIDTHS[recipe.compute or recipe.dtype]
     hidden, vocab, layers = config.hidden, config.vocab, len(recipe.captured)
@@ -61,7 +45,7 @@ def block_sizes(recipe: BlockRecipe, config: TargetConfig, rows: int) -> BlockSi
     places = recipe.draft_steps
     # All places' logits, side by side and joined; later one place's as probabilities. The target's are there too.
     evaluation = logits * max(2 * places + 1, places + 4)
-    return BlockSizes(rows * (kept + slots * lost), max(at_layer, at_loss) + uncast, evaluation)
+    return Sizes(rows * (kept + slots * lost), max(at_layer, at_loss) + uncast, evaluation)
 
 
 def _of_loss(recipe: BlockRecipe, config: TargetConfig, rows: int, slots: int, half: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from ..drafters.dflash_captured import guessed
 from ..drafters.spec import Gqa, Rope
 from ..errors import RecipeInvalid
 from ..targets.config import TargetConfig
-from .drafter_recipe import DrafterRecipe, Unfit, Where, fewer_kv_heads, refuse_unlike, target_theta, wrong_heads
+from .drafter_recipe import DrafterRecipe, Sizes, Unfit, Where, fewer_kv_heads, refuse_unlike, target_theta, wrong_heads
 
 # Of the drafter: ModelOpt's default.
 LAYERS = 5
@@ -42,6 +42,11 @@ class BlockRecipe(DrafterRecipe):
     causal: bool = False
     anchors: int = 512
     decay: float = 0.0
+
+    def sizes(self, target: TargetConfig, rows: int) -> Sizes:
+        from .dflash_memory import block_sizes  # which computes with what measures, and so loads torch
+
+        return block_sizes(self, target, rows)
 
     def wrong(self) -> Iterator[tuple[str, str]]:
         yield from super().wrong()

@@ -27,6 +27,20 @@ class Unfit(NamedTuple):
     fix: str
 
 
+class Sizes(NamedTuple):
+    """Bytes of what a process computes with some rows of a batch, beyond weights and optimizer.
+
+    Attributes:
+        kept: of the forward pass, for the gradient.
+        once: the most beyond that, at any one time of the step.
+        evaluation: the most of an evaluation.
+    """
+
+    kept: int
+    once: int
+    evaluation: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class DrafterRecipe(ABC):
     """A drafter, and its training with ModelOpt.
@@ -106,6 +120,10 @@ class DrafterRecipe(ABC):
     @abstractmethod
     def spec(self, target: TargetConfig) -> Spec:
         """Return what the resulting head is."""
+
+    @abstractmethod
+    def sizes(self, target: TargetConfig, rows: int) -> Sizes | None:
+        """Return what so many rows take; None if that is not estimated."""
 
     def wrong(self) -> Iterator[tuple[str, str]]:
         """Yield the keys whose values are invalid for any target, and what is wrong with them."""

@@ -22,7 +22,16 @@ from ..drafters.spec import Gqa, HeadSpec, Linear, Llama3, Mla, Norms, Rope, Tok
 from ..errors import RecipeInvalid
 from ..targets.config import TargetConfig
 from .dflash_recipe import DFlashRecipe, DSparkRecipe
-from .drafter_recipe import DrafterRecipe, Unfit, Where, fewer_kv_heads, refuse_unlike, target_theta, wrong_heads
+from .drafter_recipe import (
+    DrafterRecipe,
+    Sizes,
+    Unfit,
+    Where,
+    fewer_kv_heads,
+    refuse_unlike,
+    target_theta,
+    wrong_heads,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +98,13 @@ class EagleRecipe(DrafterRecipe):
             max_positions=target.max_positions,
             tokens=Tokens(target.bos, eos, target.pad),
         )
+
+    def sizes(self, target: TargetConfig, rows: int) -> Sizes | None:
+        if self.kernel != "sdpa":
+            return None
+        from .eagle_memory import eagle_sizes  # which computes with what measures, and so loads torch
+
+        return eagle_sizes(self, target, rows)
 
     def wrong(self) -> Iterator[tuple[str, str]]:
         yield from super().wrong()

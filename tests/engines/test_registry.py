@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -182,6 +183,35 @@ def test_engines_are_named_in_their_own_files_alone():
         if known & words:
             naming.add(str(file.relative_to(ROOT)))
     assert {file for file in naming if not file.startswith("engines/")} == NAMING.keys()
+
+
+# What a family touches besides its own files: the row tables of drafters, engines and trainers.
+OF_FAMILY = re.compile("dflash|dspark", re.IGNORECASE)
+TABLES = {
+    "drafters/registry.py": "the families",
+    "engines/registry.py": "the layouts",
+    "engines/vllm.py": "vLLM's layouts, methods and rules",
+    "engines/sglang.py": "SGLang's layouts, options and rules",
+    "engines/trtllm.py": "TensorRT-LLM's layouts, types of decoding and rules",
+    "engines/watch_vllm.py": "vLLM's classes",
+    "engines/watch_sglang.py": "SGLang's classes",
+    "train/recipe.py": "the recipes",
+    # No table: what a user may copy.
+    "operations/train.py": "an example of the command",
+}
+
+
+def test_a_family_is_named_in_its_own_files_and_in_row_tables_alone():
+    """In code, docstrings and texts; only comments and addresses may name it elsewhere."""
+    naming = set()
+    for file in PRODUCT:
+        words = []
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            found = (getattr(node, name, None) for name in ("value", "id", "attr", "name", "module", "arg"))
+            words += [re.sub(r"https?://\S+", "", word) for word in found if isinstance(word, str)]
+        if any(OF_FAMILY.search(word) for word in words) and not OF_FAMILY.search(file.name):
+            naming.add(str(file.relative_to(ROOT)))
+    assert naming == TABLES.keys()
 
 
 def test_a_rule_that_an_engine_brings_has_a_place_in_a_report():

@@ -7,9 +7,11 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from support.block_drafters import DFLASH, DSPARK
 from torch import nn
 
 from kconv.drafters.dflash import DFlashSpec
+from kconv.engines import watch_sglang, watch_vllm
 from kconv.engines.base import Engine, Serving
 from kconv.engines.sglang import ENGINE as SGLANG
 from kconv.engines.start_server import REPORT, start, watch_load
@@ -40,13 +43,6 @@ class Eagle3Stub(nn.Module):
 
     def forward(self, x: int) -> int:
         return x + 1
-
-
-class TargetStub(Eagle3Stub):
-    """A target: nothing of its name is a head's."""
-
-
-TargetStub.__name__ = "DeepseekV3ForCausalLM"
 
 
 @pytest.fixture
@@ -91,17 +87,43 @@ def test_where_every_parameter_is_reached_nothing_is_named(report):
     assert json.loads(report.read_text()) == []
 
 
-@pytest.mark.parametrize("name", ["DFlashDraftModel", "Qwen3DSparkModel"])
-def test_a_block_drafter_is_watched_too(report, name):
+def loader_of(engine: str, monkeypatch) -> Callable[[nn.Module], None]:
+    """Return an engine's own loading of a model, once its file lets kconv watch it; it fills no parameter."""
+
+    class DefaultModelLoader:
+        def load_weights(self, model, config):
+            pass
+
+        @staticmethod
+        def load_weights_only(model, weights):
+            pass
+
+    place, watching = {
+        "vllm": ("vllm.model_executor.model_loader.default_loader", watch_vllm),
+        "sglang": ("sglang.srt.model_loader.loader", watch_sglang),
+    }[engine]
+    monkeypatch.setitem(sys.modules, place, SimpleNamespace(DefaultModelLoader=DefaultModelLoader))
+    watching.watch(watch_load)
+    if engine == "vllm":
+        return lambda model: DefaultModelLoader().load_weights(model, None)
+    return lambda model: DefaultModelLoader.load_weights_only(model, [])
+
+
+@pytest.mark.parametrize("name", ["Eagle3LlamaForCausalLM", "DFlashDraftModel", "Qwen3DSparkModel"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engine_has_the_drafters_of_each_family_watched(report, monkeypatch, engine, name):
     model = type(name, (Eagle3Stub,), {})()
-    watch_load(model, lambda: None)
+    model.mask_embedding = nn.Parameter(torch.ones(4))  # used only with a file of its own
+    loader_of(engine, monkeypatch)(model)
     model.forward(1)
-    assert "layer.fc" in json.loads(report.read_text())
+    left = json.loads(report.read_text())
+    assert "layer.fc" in left and ("mask_embedding" in left) == (engine == "sglang")
 
 
-def test_a_target_is_left_alone(report):
-    model = TargetStub()
-    watch_load(model, lambda: None)
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_target_is_left_alone(report, monkeypatch, engine):
+    model = type("DeepseekV3ForCausalLM", (Eagle3Stub,), {})()
+    loader_of(engine, monkeypatch)(model)
     model.forward(1)
     assert model.layer.fc.tolist() == [7.0] * 4 and not report.exists()
 

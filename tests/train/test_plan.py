@@ -25,11 +25,12 @@ from kconv.targets.model import find_ends, load_ends
 from kconv.train.dflash import build_block, run_block
 from kconv.train.dflash_recipe import DFlashRecipe, DSparkRecipe
 from kconv.train.drafter_recipe import DrafterRecipe
+from kconv.train.eagle_memory import attention_bytes, token_bytes
 from kconv.train.evaluate import _shares, draft_head, head_state
 from kconv.train.family import family_of
 from kconv.train.loop import DrafterTrainer
 from kconv.train.module import build_module, run_eagle
-from kconv.train.plan import attention_bytes, plan_training, token_bytes
+from kconv.train.plan import plan_training
 from kconv.train.recipe import TEST_MLA
 
 from .test_offline import VALUES, store
