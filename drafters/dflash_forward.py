@@ -11,7 +11,7 @@ queries, keys and values. A slot sees the whole context, and the whole block; in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +57,16 @@ class BlockDrafter:
         Raises:
             ConfigInvalid: a block has fewer places than steps.
         """
+        places = self.each_place(tokens, captured, steps)
+        first = next(places)
+        found = first.new_empty(steps, *first.shape)
+        found[0] = first
+        for place, logits in enumerate(places, start=1):
+            found[place] = logits
+        return found
+
+    def each_place(self, tokens: Tensor, captured: Tensor, steps: int) -> Iterator[Tensor]:
+        """Yield what `draft` returns place by place, and so without the logits of all places in memory."""
         spec, weights = self.spec, self.weights
         if steps > spec.places:
             raise ConfigInvalid(
@@ -72,10 +82,15 @@ class BlockDrafter:
         found: list[Tensor] = []
         for begin in range(0, chains, AT_ONCE):
             block = torch.arange(begin, min(begin + AT_ONCE, chains))
-            hidden = self._hidden(tokens[:, block + 1], block, entries, slots)[:, :, slots - steps :]
-            previous = torch.stack([tokens[:, block + 1 + place] for place in range(steps)], dim=2)
-            found.append(F.linear(hidden, weights["lm_head"]) + self._bias(previous, hidden))
-        return torch.cat(found, dim=1).permute(2, 0, 1, 3)
+            found.append(self._hidden(tokens[:, block + 1], block, entries, slots)[:, :, slots - steps :])
+        hidden = torch.cat(found, dim=1)
+        previous = torch.stack([tokens[:, 1 + place : 1 + place + chains] for place in range(steps)], dim=2)
+        embedded = self._before(previous, hidden) if spec.markov.rank else None
+        for place in range(steps):
+            logits = F.linear(hidden[:, :, place], weights["lm_head"])
+            if embedded is not None:
+                logits += F.linear(embedded[:, :, place], weights["markov_w2"])
+            yield logits
 
     def _project(self, layer: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         cos, sin = cos_sin(self.spec.rope, self.spec.attention, positions.to(x.device)[None])
@@ -121,17 +136,15 @@ class BlockDrafter:
             x = x + self._linear(f"{layer}.down_proj", F.silu(gate) * up)
         return torch.unflatten(rms_norm(x, weights["norm"], spec.eps), 1, (-1, slots))
 
-    def _bias(self, previous: Tensor, hidden: Tensor) -> Tensor:
-        """Return what the Markov head adds to the logits, `[B, C, K, draft_vocab]`; 0 without one.
+    def _before(self, previous: Tensor, hidden: Tensor) -> Tensor:
+        """Return what the Markov head makes of the token before each place, `[B, C, K, rank]`.
 
         Args:
-            previous: `[B, C, K]`, the token before each place.
+            previous: `[B, C, K]`, these tokens.
             hidden: `[B, C, K, hidden]`.
         """
-        spec, weights = self.spec, self.weights
-        if not spec.markov.rank:
-            return hidden.new_zeros(())
-        embedded = F.embedding(previous, weights["markov_w1"])
+        spec = self.spec
+        embedded = F.embedding(previous, self.weights["markov_w1"])
         if spec.markov.kind == GATED:
             embedded = self._linear("markov_gate", torch.cat([hidden, embedded], dim=-1)).sigmoid() * embedded
         elif spec.markov.kind == RNN:
@@ -143,7 +156,7 @@ class BlockDrafter:
                 state = keep.sigmoid() * state + (1 - keep.sigmoid()) * new.tanh()
                 outputs.append(output.tanh())
             embedded = torch.stack(outputs, dim=2)
-        return F.linear(embedded, weights["markov_w2"])
+        return embedded
 
     def _linear(self, slot: str, x: Tensor) -> Tensor:
         return F.linear(x, self.weights[slot], self.weights.get(f"{slot}.bias"))

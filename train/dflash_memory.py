@@ -6,6 +6,7 @@ https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/speculative
 
 from __future__ import annotations
 
+from ..drafters.dflash_forward import AT_ONCE
 from ..targets.config import TargetConfig
 from .dflash_recipe import BlockRecipe, DFlashRecipe, DSparkRecipe
 from .drafter_recipe import Sizes
@@ -41,10 +42,13 @@ def block_sizes(recipe: BlockRecipe, config: TargetConfig, rows: int) -> Sizes:
     at_layer = rows * keys * (queries * (2 * half + (full if cast else 0)) + pairs * full)
     # The mask before it is cast, until the loss is there.
     uncast = rows * mask * full if cast else 0
-    logits = FP32 * min(rows, count_rows(recipe.seq, vocab)) * recipe.seq * vocab
-    places = recipe.draft_steps
-    # All places' logits, side by side and joined; later one place's as probabilities. The target's are there too.
-    evaluation = logits * max(2 * places + 1, places + 4)
+    measured = min(rows, count_rows(recipe.seq, vocab))
+    logits = FP32 * measured * recipe.seq * vocab
+    # Of the blocks that are computed at once.
+    scores = FP32 * measured * attention.heads * AT_ONCE * recipe.block * recipe.seq
+    # Beside the target's probabilities: scores as they are, without what is hidden, with the block's own, and as
+    # probabilities; or a place's logits, these as probabilities, and the smaller of these and the target's.
+    evaluation = logits + max(4 * scores, 3 * logits)
     return Sizes(rows * (kept + slots * lost), max(at_layer, at_loss) + uncast, evaluation)
 
 

@@ -133,14 +133,15 @@ def test_a_block_drafters_step_takes_what_is_estimated(tiny_target, kind, comput
     assert planned[1][1] == pytest.approx(seen[1][1], rel=0.2)
 
 
-def test_a_block_drafters_evaluation_takes_what_is_estimated(tiny_target):
-    """All places' logits are there at once."""
-    recipe = dataclasses.replace(BLOCKS["narrow DFlash"], seq=512, anchors=1)
+@pytest.mark.parametrize("kind", ["DFlash", "narrow DFlash", "narrow recurrent DSpark"])
+def test_a_block_drafters_evaluation_takes_what_is_estimated(tiny_target, kind):
+    """Scores of some blocks, or the logits of one place."""
+    recipe = dataclasses.replace(BLOCKS[kind], seq=512, anchors=1)
     model = build_block(load_ends(find_ends(Folder(tiny_target)), torch.float32), recipe).train()
     family, config = family_of(recipe), read_target_config(tiny_target)
     head = draft_head(head_state(model, family), model, recipe.spec(config), family)
     generator = torch.Generator().manual_seed(0)
-    states = {"aux_hidden_states": torch.randn(1, 512, 64, generator=generator),
+    states = {"aux_hidden_states": torch.randn(1, 512, 64 * len(recipe.captured), generator=generator),
               "base_model_hidden_states": torch.randn(1, 512, 64, generator=generator)}  # fmt: skip
     batch = {"input_ids": torch.randint(3, 512, (1, 512), generator=generator), "base_model_outputs": states}
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen, torch.no_grad():
