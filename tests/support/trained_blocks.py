@@ -74,6 +74,7 @@ BLOCKS = {
     "gated DSpark": Block("qwen3", 4, DSPARK | {"markov_head_type": "gated"}, OF_LOSS),
     "recurrent DSpark": Block("qwen3", 4, DSPARK | {"markov_head_type": "rnn"}, OF_LOSS),
     "DFlash of a Kimi target": Block("kimi", 5),
+    "DSpark of a Kimi target": Block("kimi", 4, DSPARK | {"markov_head_type": "vanilla"}, OF_LOSS),
 }
 # Made of DSpark: as DeepSpec trains its DFlash.
 WITHOUT_MARKOV = "DSpark without a Markov head"
@@ -85,7 +86,15 @@ PARALLEL = HeadSpec(
 )  # fmt: skip
 # What an engine serves on a CPU. vLLM has no gated or recurrent Markov head.
 SERVED = {
-    "vllm": ("DFlash", "causal DFlash", "DSpark", WITHOUT_MARKOV, "DFlash of a Kimi target", P_EAGLE),
+    "vllm": (
+        "DFlash",
+        "causal DFlash",
+        "DSpark",
+        WITHOUT_MARKOV,
+        "DFlash of a Kimi target",
+        "DSpark of a Kimi target",
+        P_EAGLE,
+    ),
     "sglang": (*BLOCKS, WITHOUT_MARKOV),
 }
 
