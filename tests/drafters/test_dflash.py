@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors import safe_open
 from safetensors.torch import save_file
+from support import deepspec
 from support.block_drafters import DFLASH, DSPARK, FORMS, OWN, Form
 from support.heads import random_slots, write_head
 from support.published import OTHERS
@@ -296,6 +298,26 @@ def test_its_drafts_are_those_of_modelopts_own_module(trained):
         previous = torch.cat([base, theirs], dim=1)[:, None, :places]
         logits = logits + model.dflash_module.compute_markov_bias(previous, hidden[:, None])[0, 0]
     torch.testing.assert_close(ours[:, 0, -1], logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", deepspec.KINDS)
+def test_its_logits_are_those_that_deepspecs_own_class_computed(kind, tmp_path):
+    """With the config and tensor names of that class; see support/deepspec.py."""
+    with safe_open(deepspec.RECORD, "pt") as recorded:
+        about = json.loads(recorded.metadata()[kind])
+        found = {name: recorded.get_tensor(name) for name in recorded.keys()}  # noqa: SIM118
+    (tmp_path / "config.json").write_text(json.dumps(about["config"]))
+    save_file(deepspec.weights(about["tensors"]), tmp_path / "model.safetensors")
+    head = read_head(open_checkpoint(tmp_path))
+    assert (head.layout.name, head.spec.markov.rank) == ("dspark-deepspec", about["config"]["markov_rank"])
+    drafter = head.drafter.load(head.spec, read_weights(head))
+    for length in deepspec.LENGTHS:
+        drafted = found[f"{kind}.{length}.tokens"]
+        # The first tokens are known by their states alone.
+        text = torch.cat([torch.zeros(length, dtype=torch.long), torch.tensor([length]), drafted])[None]
+        logits = drafter.draft(text, deepspec.states(text.shape[1])[None], deepspec.BLOCK)[:, 0, -1]
+        assert torch.equal(logits.argmax(-1), drafted)
+        torch.testing.assert_close(logits, found[f"{kind}.{length}.logits"], rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()
