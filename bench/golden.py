@@ -90,7 +90,7 @@ def write_curve(files: Sequence[AcceptanceFile], category: str | None = None, mo
         )  # fmt: skip
     key = (model or (some.target or "").rstrip("/").rpartition("/")[2]).lower()
     lines = [f"# {escape.terminal(line)}".replace("\n", " ") for line in _heading(first, some, modes)]
-    lines += ["#", "# key = num_speculative_tokens (EAGLE3 level); value = golden AL", f"{escape.yaml(key)}:"]
+    lines += ["#", "# key = num_speculative_tokens; value = golden AL", f"{escape.yaml(key)}:"]
     for mode in sorted(modes, reverse=True):
         lines += [f"  {mode}:", *(f"    {k}: {modes[mode][k].value:.2f}" for k in sorted(modes[mode]))]
     return "\n".join(lines) + "\n"
@@ -112,7 +112,7 @@ def _refuse_apart(one: AcceptanceRow, other: AcceptanceRow, names: Sequence[str]
 
 def _heading(file: AcceptanceFile, some: AcceptanceRow, modes: Mapping[str, Mapping[int, AcceptanceRow]]) -> list[str]:
     dataset, engine = suite_name(some.dataset), " ".join(filter(None, (some.engine, some.engine_version)))
-    methods = "".join(f" | {name}={some[name]}" for name in METHODS if some[name])
+    methods = " | ".join(f"{name}={some[name]}" for name in METHODS if some[name])
     title = next((one.title for one in engines() if one.name == some.engine), "")
     return [
         f"Acceptance Length (AL) reference values measured with {dataset}.",
@@ -122,10 +122,10 @@ def _heading(file: AcceptanceFile, some: AcceptanceRow, modes: Mapping[str, Mapp
             for mode, own in modes.items()
             for row in (next(iter(own.values())),)
         ),
-        f"speculative-config: method=eagle3{methods}",
+        *([f"speculative-config: {methods}"] if methods else []),
         f"Draft model: {file.head}",
         *(f"Draft weights: {name} sha256 {digest}" for name, digest in file.weights.items()),
-        f"Measured on {some.target} ({title or some.engine} EAGLE3), per num_speculative_tokens; {engine}"
+        f"Measured on {some.target} ({title or some.engine}), per num_speculative_tokens; {engine}"
         + (f"; target in {some.precision}" if some.precision else ""),
         f"AL = 1 + accepted drafts / verify steps, by kconv bench {file.kconv or ''}".rstrip(),
         *([] if (dataset, some.category) == (SPEED_BENCH, CODING) else
