@@ -51,6 +51,10 @@ LEGEND = {UNKNOWN: "*unknown*: only a part of the source was read; the rest may 
 # The line of a figure that is one for all categories, beside a column of another mean.
 OF_CATEGORIES = "mean of the categories"
 
+# Of a digest of prompts, what a sentence shows.
+DIGEST = "sha256:"
+SHOWN = len(DIGEST) + 12
+
 # Bars of a chart, up to which each has room for its figure.
 MOST_LABELED = 24
 
@@ -276,7 +280,7 @@ def method_parts(*rows: AcceptanceRow) -> tuple[str, ...]:
     """Return how figures of one method were measured, with each dataset's revision; then the conditions that are not
     stated."""
     row = rows[0]
-    revisions = dict.fromkeys((each.dataset, _or(each.revision)) for each in rows)
+    revisions = dict.fromkeys((each.dataset, _short(_or(each.revision))) for each in rows)
     one = len({revision for _, revision in revisions}) == 1
     parts: dict[str, object] = {
         "bonus token": None if row.metric == AS_PUBLISHED else "",
@@ -292,7 +296,7 @@ def method_parts(*rows: AcceptanceRow) -> tuple[str, ...]:
         "draft_sample_method": row.draft_sample_method and f"drafts sampled: {row.draft_sample_method}",
         "rejection_sample_method": row.rejection_sample_method and f"rejection: {row.rejection_sample_method}",
         "answers' limit": row.max_tokens and f"answers of at most {row.max_tokens} tokens",
-        "revision": (row.revision and f"revision: {row.revision}")
+        "revision": (row.revision and f"revision: {_short(row.revision)}")
         if one
         else f"revisions: {', '.join(map(' '.join, revisions))}",
     }
@@ -300,6 +304,11 @@ def method_parts(*rows: AcceptanceRow) -> tuple[str, ...]:
     stated = [str(part) for part in parts.values() if part]
     unsaid = [name for name, part in parts.items() if part is None and name not in MAY_BE_UNSAID]
     return (METRICS[row.metric], *stated, *([f"{NOT_STATED}: {', '.join(unsaid)}"] if unsaid else []))
+
+
+def _short(revision: str) -> str:
+    """Return a revision as a reader needs it: acceptance.json has all digits of a digest."""
+    return f"{revision[:SHOWN]}…" if revision.startswith(DIGEST) and len(revision) > SHOWN else revision
 
 
 def _or(value: object, form: str = "{}") -> str:

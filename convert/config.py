@@ -19,6 +19,7 @@ from ..drafters.keys import ABSENT, BALLAST, ConfigTable, Key, checked, find
 from ..drafters.rope_keys import find_rope, stated_places, states_theta
 from ..drafters.spec import Gqa, Mla, Rope, Yarn
 from ..errors import ConfigInvalid, ConfigUnsupported, Problem, in_config
+from ..lines import counted
 from .quantized import has_scales
 
 # In a nested config and its root, the inner keys are the head's.
@@ -270,7 +271,7 @@ def _own_depth(config: Mapping[str, Any], tensors: Iterable[str], hints: Hints, 
         if hints.layers != held:
             problems.add(
                 ConfigInvalid,
-                f"{held} decoder layer(s) are stored, but --layers is {hints.layers}",
+                f"--layers is {hints.layers}, but the file stores {counted(held, 'decoder layer')}",
                 in_config(key),
                 "Pass the number of stored layers, or export the whole head.",
                 TARGETS_DEPTH,
@@ -281,8 +282,8 @@ def _own_depth(config: Mapping[str, Any], tensors: Iterable[str], hints: Hints, 
     if held and held < stated and stated >= DEEPEST_HEAD:
         problems.add(
             ConfigInvalid,
-            f"{key} is {stated}, but {held} decoder layer(s) are stored: the number looks copied from the target's"
-            " config",
+            f"{key} is {stated}, but the file stores {counted(held, 'decoder layer')}: the number looks copied from the"
+            " target's config",
             in_config(key),
             f"Pass --layers {held}, or correct the config. If the head has {stated} layers, export all of them.",
             TARGETS_DEPTH,

@@ -325,8 +325,9 @@ def _refuse_outputs(top: tuple[int, ...], layers: int | None, saved: str) -> Non
     why = "the default as layer outputs" if is_default else DOUBTS.get(saved)
     if why is None:
         return
+    before = [layer - 1 for layer in top]
     raise CapturedUndecided(
-        f"{TOP} lists {list(top)}: {why}, but vLLM reads them as inputs",
+        f"{TOP} lists {list(top)}: {why}, but vLLM reads them as inputs, so it would take the outputs of {before}",
         where=in_config(TOP),
         fix="Pass --captured-are outputs (trainers) or --captured-are inputs (vLLM).",
         needs="--captured-are",

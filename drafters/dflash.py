@@ -531,7 +531,7 @@ FACTS = {
             hint="layers",
             line="layers",
             path="layers",
-            candidates=lambda config, hints, names: [Candidate(stored_layers(names), "the number stored")],
+            candidates=lambda config, hints, names: [Candidate(stored_layers(names), "stored in the file")],
         ),
     )
 }

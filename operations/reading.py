@@ -43,7 +43,7 @@ class Reading(Operation):
     from_: str | None = option(None, "Layout of HEAD; detected by default.", metavar="LAYOUT")
     captured: LayerIds | None = option(
         None,
-        "The captured layers, as 0-based outputs, e.g. 1,29,57.",
+        "The captured (auxiliary hidden-state) layers, as 0-based outputs, e.g. 1,29,57.",
         kind="ids",
     )
     captured_are: Literal["outputs", "inputs"] | None = option(None, "Whether the config lists outputs or inputs.")

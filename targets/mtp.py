@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from ..lines import counted
+
 # The config keys that say how many there are: DeepSeek-V3's and most others', Qwen3.5's, MiniMax's.
 # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/speculative.py#L662-L1075
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
@@ -82,7 +84,7 @@ def mtp_faults(text: Mapping[str, Any], names: Iterable[str]) -> Iterator[tuple[
     where, roots = f"config.json: {key}", mtp_roots(names, layers)
     place = PLACES.get(str(text.get("model_type")))
     if not roots:
-        yield where, f"promises {count} MTP layer(s), but the files hold none"
+        yield where, f"promises {counted(count, 'MTP layer')}, but the files hold none"
     elif place is not None:
         inner = {re.sub(r"^(?:language_model\.)", "", root): root for root in roots}
         wanted = [place.root] if place.root else [f"model.layers.{layers + i}" for i in range(count)]
@@ -90,7 +92,10 @@ def mtp_faults(text: Mapping[str, Any], names: Iterable[str]) -> Iterator[tuple[
             stored = inner.get(root)
             if stored is None:
                 others = ", ".join(sorted(roots))
-                yield where, f"promises {count} MTP layer(s), but {root} is not stored; the files hold {others}"
+                yield (
+                    where,
+                    f"promises {counted(count, 'MTP layer')}, but {root} is not stored; the files hold {others}",
+                )
                 continue
             for name in (f"{stored}.{join}" for join in place.joins):
                 if name not in names:

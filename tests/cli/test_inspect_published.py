@@ -114,7 +114,7 @@ def test_a_stated_base_is_not_overruled(tmp_path):
 def test_a_number_of_layers_that_is_not_stored_is_refused(tmp_path):
     head = EAGLE3["SpecForge, Qwen3-8B with the target's depth"].write(tmp_path / "head")
     refused = kconv("to-vllm", head, tmp_path / "out", "--target-layers", 36, "--layers", 2)
-    assert refused.exit_code == 1 and "1 decoder layer(s) are stored" in refused.stderr
+    assert refused.exit_code == 1 and "the file stores 1 decoder layer" in refused.stderr
 
 
 @pytest.mark.parametrize("engine", ["sglang", "all"])

@@ -118,8 +118,8 @@ def lm_head_untrained(subject: HeadSubject) -> Iterator[Found]:
     if spread is not None and spread.is_initial:
         yield Found(
             info.name,
-            f"row and column norms spread like random numbers ({spread.rows:.2f} and {spread.columns:.2f} times as"
-            f" much), kurtosis {spread.kurtosis:.2f}",
+            f"looks randomly initialized: its row and column norms spread as random numbers' do ({spread.rows:.2f} and"
+            f" {spread.columns:.2f} times as much), kurtosis {spread.kurtosis:.2f}",
         )
 
 

@@ -71,7 +71,7 @@ def t2d_contradicts(subject: HeadSubject) -> Iterator[Found]:
 def d2t_undecided(subject: HeadSubject) -> Iterator[Found]:
     readings = _readings(subject)
     if readings and _is_either(readings):
-        yield Found("d2t", "both readings give each draft id its own token")
+        yield Found("d2t", "d2t may hold offsets or absolute ids: both are valid")
 
 
 def not_the_targets_vocabulary(subject: HeadSubject) -> Iterator[Found]:
