@@ -2,9 +2,11 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -16,6 +18,7 @@ from kconv.checkpoint.manifest import read_manifest
 from kconv.cli import main
 from kconv.engines.trtllm import TRTLLM
 
+SPACE = Path(__file__).parents[2] / "examples" / "space" / "app.py"
 # A vocabulary that makes a file of some megabytes, beside which its header is nothing.
 SPEC = replace(MLA, vocab=20_000, draft_vocab=20_000)
 
@@ -226,3 +229,18 @@ def test_a_program_of_its_own_finds_the_hub_by_its_environment(hub, folder, tmp_
     assert "does not let this token read org/head" in refused.stderr
     assert "hf_aVerySecretToken" not in refused.stderr + told.stderr
     assert "Traceback" not in refused.stderr
+
+
+def test_the_space_looks_at_the_hub_and_never_at_a_folder(hub, folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    look = runpy.run_path(str(SPACE))["look"]
+    hub.commit("org/head", folder)
+    report, facts = look("org/head")
+    assert "sandbox" in report and "FAIL" in report and "vLLM" in report
+    assert "Eagle3 head" in facts
+    assert hub.sent() < (folder / "model.safetensors").stat().st_size / 50
+    for name in (str(folder), "local", "../etc", "<b>x</b>"):
+        said, nothing = look(name)
+        assert "no Hub id" in said and "<b>" not in said and nothing == ""
+    said, nothing = look("org/none")
+    assert "no such repository" in said and nothing == ""
