@@ -162,6 +162,7 @@ def test_what_the_command_line_needs_is_light():
 
 # Where product code outside engines/ names an engine, and why.
 NAMING = {
+    "cli/group.py": "what users type instead of a command",
     "cli/others.py": "the demo's folder for vLLM",
     "operations/train.py": "the next step after training is to serve the head with vLLM",
     "drafters/eagle3.py": "a trainer and an engine with different defaults of one key",
