@@ -24,7 +24,7 @@ from kconv.targets.config import parse_target_config, read_target_config
 from kconv.targets.model import find_ends, load_ends
 from kconv.train.dflash import build_block, run_block
 from kconv.train.dflash_recipe import DFlashRecipe, DSparkRecipe
-from kconv.train.drafter_recipe import DrafterRecipe
+from kconv.train.drafter_recipe import DrafterRecipe, Sizes
 from kconv.train.eagle_memory import attention_bytes, token_bytes
 from kconv.train.evaluate import _shares, draft_head, head_state
 from kconv.train.family import family_of
@@ -149,6 +149,24 @@ def test_a_block_drafters_evaluation_takes_what_is_estimated(tiny_target, kind):
     memory = plan_training(recipe, config).memory
     planned = sum(memory[part] for part in ("activations", "at once", "more at an evaluation"))
     assert planned == pytest.approx(max(accumulate(pieces_of(seen))), rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shown"), [(Sizes(3000, 500, 4000), [3000, 500, 500]), (Sizes(3000, 500, 40), [3000, 500, 0]), (None, [])]
+)
+def test_what_a_batch_takes_is_what_its_recipe_says(tiny_target, sizes, shown):
+    """A plan knows no recipe but by what it answers, so another family's is planned like kconv's own."""
+    asked = []
+
+    class Other(DFlashRecipe):
+        def sizes(self, target, rows):
+            asked.append(rows)
+            return sizes
+
+    recipe = Other(**WIDE, **OF_BLOCKS | {"batch": 4})
+    memory = plan_training(recipe, read_target_config(tiny_target), processes=2).memory
+    assert asked == [2]
+    assert [memory[name] for name in ("activations", "at once", "more at an evaluation") if memory] == shown
 
 
 def test_a_plan_at_kimi_k2s_dims_adds_up():
