@@ -81,9 +81,12 @@ def _commands(evidence: Evidence) -> Iterator[tuple[str, str]]:
 def _rows(report: Report | None) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     noise = report.figures.noise if report else None
+    if noise:
+        found.append(("tensors in NVFP4", f"{noise.tensors:,}"))
+    if noise and noise.exact:
+        found.append(("cast, without noise", f"{noise.exact:,}"))
     if noise and noise.median is not None:
         found += [
-            ("tensors in NVFP4", f"{noise.tensors:,}"),
             ("signal over noise, median", f"{noise.median:.1f} dB"),
             ("signal over noise, at worst", f"{noise.worst:.1f} dB ({noise.worst_tensor})"),
         ]
@@ -105,7 +108,7 @@ def _accuracy(report: Report | None) -> Sequence[AccuracyFigures]:
 def lost(report: Report) -> list[str]:
     """Return what a report on a target leaves open about its difference from the source, or finds too large."""
     noise, text = report.figures.noise, report.figures.perplexity
-    if noise is None or noise.median is None:
+    if noise is None or (noise.median is None and noise.exact < noise.tensors):
         return ["the weights differ from the source's, and their noise was not measured"]
     if text is None:
         return ["its perplexity was not compared with the source's"]

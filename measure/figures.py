@@ -209,12 +209,14 @@ class NoiseFigures(StrictModel):
 
     Attributes:
         tensors: their number.
-        median, worst: signal over noise, dB; None if no tensor has any noise.
+        exact: how many of them have no noise, since they were cast.
+        median, worst: signal over noise of the others, dB; None if there are none.
         worst_tensor: the name of the worst.
         by_tensor: for each tensor, dB.
     """
 
     tensors: int
+    exact: int = 0
     median: float | None = None
     worst: float | None = None
     worst_tensor: str = ""

@@ -172,6 +172,8 @@ def _quantization(noise: NoiseFigures | None, text: PerplexityFigures | None) ->
     rows: list[tuple[str, str]] = []
     if noise:
         rows += [("tensors in NVFP4", f"{noise.tensors:,}")]
+    if noise and noise.exact:
+        rows += [("cast, without noise", f"{noise.exact:,}")]
     if noise and noise.median is not None:
         rows += [
             ("signal over noise, median", f"{noise.median:.1f} dB"),

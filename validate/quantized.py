@@ -186,16 +186,18 @@ def _same(mine: StoredWeight, its: StoredWeight) -> bool:
 
 
 def _figures(noise: dict[str, float]) -> NoiseFigures:
-    finite = {name: value for name, value in noise.items() if not math.isnan(value)}
+    finite = {name: value for name, value in noise.items() if math.isfinite(value)}
+    exact = sum(value == math.inf for value in noise.values())
     if not finite:
-        return NoiseFigures(tensors=len(noise))
+        return NoiseFigures(tensors=len(noise), exact=exact)
     worst = min(finite, key=lambda name: finite[name])
     return NoiseFigures(
         tensors=len(noise),
+        exact=exact,
         median=round(median(finite.values()), 2),
         worst=round(finite[worst], 2),
         worst_tensor=worst,
-        by_tensor={name: round(value, 2) for name, value in finite.items() if math.isfinite(value)},
+        by_tensor={name: round(value, 2) for name, value in finite.items()},
     )
 
 

@@ -238,6 +238,8 @@ def _measured(figures: Figures) -> Iterator[str]:
             f"{by.length:.4f}; kconv's chain gives {by.expected_drafts} drafts and {by.expected_length:.4f}"
         )
     noise = figures.noise
+    if noise is not None and noise.exact:
+        yield f"{noise.exact:,} of {noise.tensors:,} tensors in NVFP4 were cast without noise"
     if noise is not None and noise.median is not None:
         yield (
             f"{noise.tensors:,} tensors in NVFP4: median signal-to-noise ratio {noise.median:.1f} dB, "

@@ -141,6 +141,9 @@ def perplexity(growth: float, error: float | None = 0.001) -> PerplexityFigures:
     "figures, said",
     [
         (Figures(), "noise was not measured"),
+        (Figures(noise=NoiseFigures(tensors=72, exact=71)), "noise was not measured"),
+        (Figures(noise=NoiseFigures(tensors=72, exact=72)), "perplexity was not compared with the source's"),
+        (Figures(noise=NoiseFigures(tensors=72, exact=72), perplexity=perplexity(0.0)), ""),
         (Figures(noise=NOISE), "perplexity was not compared with the source's"),
         (Figures(noise=NOISE, perplexity=perplexity(0.05)), "above the source's, but at most 1% is allowed"),
         (Figures(noise=NOISE, perplexity=perplexity(float("nan"))), "above the source's"),

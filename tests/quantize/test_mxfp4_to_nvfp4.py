@@ -20,6 +20,7 @@ from kconv.checkpoint.formats import MXFP4, NVFP4
 from kconv.checkpoint.header import read_header
 from kconv.checkpoint.manifest import verify
 from kconv.errors import RecipeInvalid, SourceFormatUnknown, TensorValue
+from kconv.measure.figures import NoiseFigures
 from kconv.quantize.calibration import data_free
 from kconv.quantize.mxfp4_to_nvfp4 import cast, scale_2_of
 from kconv.quantize.plan import plan_quantize
@@ -27,6 +28,7 @@ from kconv.quantize.recipe import load_recipe
 from kconv.quantize.run import quantize
 from kconv.targets.config import parse_target_config
 from kconv.targets.weights import Quantized, stored_weights
+from kconv.validate.quantized import check_quantized
 
 GATE, UP, DOWN = (f"model.layers.2.mlp.experts.1.{part}_proj" for part in ("gate", "up", "down"))
 
@@ -137,6 +139,8 @@ def test_a_target_is_cast_and_its_manifest_says_so(source, tmp_path):
     assert made[f"{GATE}.weight_scale_2"] == made[f"{UP}.weight_scale_2"]
     manifest = verify(tmp_path / "out", source)
     assert manifest.spec["weight_scales"] == "cast"
+    findings, noise = check_quantized(out, source)
+    assert findings == [] and noise == NoiseFigures(tensors=72, exact=72)
     [step] = [step for step in manifest.tensors if step.output.name == f"{DOWN}.weight"]
     assert step.reason == "NVFP4 of mxfp4-pack-quantized, cast exactly" and len(step.sources) == 2
 
