@@ -701,7 +701,7 @@ def quantize(
 
     Recipes: nvfp4-experts (the routed experts), nvfp4-mlp (shared experts and dense layers too), nvfp4 (attention
     too), nvfp4-weight-only (activations stay bf16), nvfp4-experts-mse and nvfp4-experts-four-over-six (block scales
-    by search), or a YAML file.
+    by search), nvfp4-experts-fp8-attention (attention in FP8), or a YAML file.
 
     Args:
         target: The target: a folder or a Hub id.

@@ -57,6 +57,7 @@ def figures(evidence: Evidence) -> dict[str, Any]:
         "recipe": recipe.get("name", ""),
         "about": recipe.get("about", ""),
         "patterns": recipe.get("quantize", ()),
+        "rounded": recipe.get("fp8", ()),
         "scales": spec.get("weight_scales", ""),
         "activations": "unquantized" if recipe.get("weight_only") else "NVFP4, rounded by input_scale",
         "input_scale": spec.get("input_scale", ""),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from math import ceil
@@ -59,6 +59,15 @@ def fused_group(module: str) -> str:
     """Return a name that only the modules fused with this one share."""
     parent, _, last = module.rpartition(".")
     return f"{parent}.{_FIRST.get(last, last)}"
+
+
+# What follows the name that a layer's routed experts have together.
+_EXPERT = re.compile(r"(?<=\.experts)\.\d+\.\w+\Z")
+
+
+def experts_of(module: str) -> str:
+    """Return the name that a routed expert's module shares with all experts of its layer; of another its own."""
+    return _EXPERT.sub("", module)
 
 
 @dataclass(frozen=True)
@@ -296,13 +305,16 @@ class Nvfp4(StoredFormat):
         if not str(block.get("quant_method")).startswith("modelopt"):
             return None
         algorithm = block.get("quant_algo")
-        if algorithm not in cls.algorithms:
+        mixed = algorithm == NVFP4_MIXED.algorithm
+        stated = set(NVFP4_MIXED.stated(block).values()) if mixed else {algorithm}
+        known = (*cls.algorithms, FP8_PB_WO.name) if mixed else cls.algorithms
+        if unknown := stated.difference(known):
             raise SourceFormatUnknown(
-                f"this ModelOpt checkpoint has the quant_algo {algorithm!r}",
+                f"this ModelOpt checkpoint has the quant_algo {unknown.pop()!r}",
                 where=where,
-                fix=f"kconv reads {' and '.join(cls.algorithms)}.",
+                fix=f"kconv reads {' and '.join((*cls.algorithms, FP8_PB_WO.name))}, the last beside NVFP4 only.",
             )
-        return NVFP4
+        return NVFP4_MIXED if mixed else NVFP4
 
 
 @cache
@@ -393,6 +405,37 @@ class Fp8Blocks(StoredFormat):
         if block.get("fmt", "e4m3") != "e4m3":
             raise SourceFormatUnknown(f"this FP8 checkpoint is {block['fmt']!r}", where=where, fix="kconv reads e4m3.")
         return cls(rows, columns)
+
+
+@dataclass(frozen=True)
+class Fp8PbWo(Fp8Blocks):
+    """ModelOpt's FP8 in blocks: DeepSeek's numbers, with scales of another name and of four dims.
+
+    Engines round the inputs as they come.
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py#L2214-L2255
+    """
+
+    name = "FP8_PB_WO"
+    title = "ModelOpt's FP8 in blocks"
+    form = "fp8-blocks"
+    largest = E4M3_MAX
+    scale = StoredFormat.scale
+    mark = scale
+
+    @cached_property
+    def tensors(self) -> Mapping[str, FormatTensor]:
+        def blocks(rows: int, columns: int) -> tuple[Shape, ...]:
+            return ((ceil(rows / self.height), 1, ceil(columns / self.width), 1),)
+
+        return {**super().tensors, self.scale: FormatTensor(("F32",), blocks, rows=self.height)}
+
+    def unpack(self, stored: Mapping[str, Tensor]) -> Tensor:
+        """See `Fp8Blocks.unpack`."""
+        return super().unpack({**stored, self.scale: stored[self.scale][:, 0, :, 0]})
+
+    def fits(self, columns: int) -> bool:
+        """Return whether vLLM takes a weight of so many columns."""
+        return columns % self.width == 0
 
 
 @dataclass(frozen=True)
@@ -517,6 +560,7 @@ class Nvfp4Packed(Nvfp4):
 
     title = "compressed-tensors nvfp4-pack-quantized"
     form = "nvfp4-pack-quantized"
+    method = "compressed-tensors"
     values = Int4.values
     scale_2 = "weight_global_scale"
     inputs = "input_global_scale"
@@ -637,7 +681,53 @@ class Mxfp4(StoredFormat):
         return MXFP4
 
 
-NVFP4, NVFP4_PACKED, FP8, FP8_BLOCKS, MXFP4 = Nvfp4(), Nvfp4Packed(), Fp8(), Fp8Blocks(), Mxfp4()
+class Nvfp4Mixed(Nvfp4):
+    """ModelOpt's mixed form: its config names each quantized module, NVFP4 or FP8 in blocks, with its algorithm."""
+
+    title = "ModelOpt's NVFP4 beside FP8 in blocks"
+    algorithm = "MIXED_PRECISION"
+    # Where each module's algorithm stands.
+    key = "quantized_layers"
+
+    @classmethod
+    def stated(cls, block: Mapping[str, Any]) -> dict[str, str]:
+        """Return the algorithm that a config block states for each module; ModelOpt writes FP8's in small letters."""
+        layers: Json = block.get(cls.key)
+        said: Json
+        found: dict[str, str] = {}
+        for name, said in layers.items() if isinstance(layers, dict) else ():
+            found[name] = str(said.get("quant_algo") if isinstance(said, dict) else None).upper()
+        return found
+
+    def layers(self, nvfp4: Iterable[str], fp8: Iterable[str], *, weight_only: bool = False) -> dict[str, Any]:
+        """Return ModelOpt's description of each quantized module."""
+        algorithm = self.weight_only_name if weight_only else self.name
+        described: dict[str, Any] = {name: {"quant_algo": FP8_PB_WO.name.lower()} for name in fp8}
+        return described | {name: {"quant_algo": algorithm, "group_size": self.group} for name in nvfp4}
+
+    def described(
+        self, config: Mapping[str, Any], side: Mapping[str, Any], layers: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return NVFP4's two config blocks with the description of each module, as ModelOpt writes them."""
+        numbers = {key: value for key, value in config["config_groups"]["group_0"].items() if key != "targets"}
+        fp8 = [name for name, said in layers.items() if "group_size" not in said]
+        groups = [
+            {"quant_algo": FP8_PB_WO.name.lower(), "targets": sorted(fp8)},
+            {
+                **{key: value for key, value in numbers.items() if value is not None},
+                "targets": sorted(layers.keys() - set(fp8)),
+            },
+        ]
+        named = {"quant_algo": self.algorithm, self.key: dict(layers)}
+        quantization = {key: value for key, value in side["quantization"].items() if key != "group_size"}
+        return (
+            {**config, "config_groups": {f"group_{i}": group for i, group in enumerate(groups)}, **named},
+            {**side, "quantization": {**quantization, **named}},
+        )
+
+
+NVFP4, NVFP4_PACKED, NVFP4_MIXED, MXFP4 = Nvfp4(), Nvfp4Packed(), Nvfp4Mixed(), Mxfp4()
+FP8, FP8_BLOCKS, FP8_PB_WO = Fp8(), Fp8Blocks(), Fp8PbWo()
 # The formats in which a head's linear layer is read; one that lacks another's mark comes after it.
 OF_HEADS: tuple[StoredFormat, ...] = (NVFP4, FP8_BLOCKS, FP8)
 # Suffixes of the scales that a head's linear layer may have.

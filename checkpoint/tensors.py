@@ -73,7 +73,7 @@ def read_rows(info: TensorInfo, ids: torch.Tensor) -> torch.Tensor:
 
 
 def read_span(info: TensorInfo, begin: int, end: int) -> torch.Tensor:
-    """Read consecutive rows of a matrix into memory of their own, without a memory map that would stay resident.
+    """Read consecutive rows, entries of the first dim, into memory of their own, without a memory map that would stay.
 
     Raises:
         ConfigUnsupported: torch has no such dtype.
@@ -84,10 +84,10 @@ def read_span(info: TensorInfo, begin: int, end: int) -> torch.Tensor:
         raise ConfigUnsupported(
             f"{info.name} is {info.dtype}, which torch cannot read", where=info.file, fix="Use a bf16 export."
         )
-    count, columns = info.shape
+    count, *inner = info.shape
     width = info.size // count
-    rows = torch.empty(end - begin, columns, dtype=TORCH[info.dtype])
-    view = rows.view(torch.uint8).numpy().reshape(-1).data
+    rows = torch.empty(end - begin, *inner, dtype=TORCH[info.dtype])
+    view = rows.view(-1).view(torch.uint8).numpy().reshape(-1).data
     try:
         with info.file.open("rb", buffering=0) as file:
             file.seek(info.begin + begin * width)

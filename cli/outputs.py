@@ -334,7 +334,7 @@ class QuantizeOutput(StrictModel):
     Attributes:
         form: of the source.
         input_scale: where the activations' scales are from.
-        modules: how many became NVFP4.
+        modules, fp8_modules: how many became NVFP4, and FP8 in blocks.
         files: with weights; null if their number is unknown before.
         bytes_in, bytes_out: of the source's weights and the output's.
     """
@@ -344,6 +344,7 @@ class QuantizeOutput(StrictModel):
     recipe: Recipe
     input_scale: str
     modules: int
+    fp8_modules: int
     files: int | None
     bytes_in: int
     bytes_out: int

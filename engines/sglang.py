@@ -619,7 +619,7 @@ ENGINE = Engine(
         (dflash.SGLANG_DFLASH, dflash.SGLANG_DSPARK),
     ),
     rules=(*RULES, *dflash.SGLANG_RULES),
-    shared_rules=("K154", "K163", "K182", "K192", "K194", "K410", "K412"),
+    shared_rules=("K154", "K163", "K182", "K192", "K194", "K410", "K412", "K414"),
     # https://github.com/sgl-project/sglang/pull/33966
     architectures={
         Gqa: frozenset(("LlamaForCausalLMEagle3",)),

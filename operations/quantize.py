@@ -124,8 +124,9 @@ class Quantized(Result):
         """Yield what was written; nothing for a part of it."""
         if self.written:
             plan = self.plan
+            fp8 = f", {len(plan.rounded):,} in FP8" if plan.rounded else ""
             yield (
-                f"{self.out}: {len(plan.modules):,} modules in NVFP4 ({plan.recipe.name}), "
+                f"{self.out}: {len(plan.modules):,} modules in NVFP4{fp8} ({plan.recipe.name}), "
                 f"{megabytes(plan.bytes_in)} -> {megabytes(plan.bytes_out)} in {counted(self._files, 'file')}"
             )
             yield f"block scales: {plan.weight_scales}"
@@ -209,7 +210,7 @@ class Quantize(Prompted):
 
     Recipes: nvfp4-experts (the routed experts), nvfp4-mlp (shared experts and dense layers too), nvfp4 (attention
     too), nvfp4-weight-only (activations stay bf16), nvfp4-experts-mse and nvfp4-experts-four-over-six (block scales
-    by search), or a YAML file.
+    by search), nvfp4-experts-fp8-attention (attention in FP8), or a YAML file.
     """
 
     EXAMPLES = (

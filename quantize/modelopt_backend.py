@@ -17,7 +17,7 @@ from blake3 import blake3
 
 from ..checkpoint.bytes import digest, file_digest, stream
 from ..checkpoint.folder import Checkpoint
-from ..checkpoint.formats import INPUT_SCALE, NVFP4, is_scale
+from ..checkpoint.formats import FP8_PB_WO, INPUT_SCALE, NVFP4, Fp8Blocks, is_scale
 from ..checkpoint.header import TensorInfo, read_header
 from ..checkpoint.manifest import FileRecord
 from ..checkpoint.staging import check_disk, staged
@@ -27,7 +27,7 @@ from ..errors import RecipeInvalid, TargetInvalid, TensorMissing, TensorValue
 from ..targets.config import TargetConfig
 from ..targets.model import load_target, refuse_other_family
 from ..targets.mtp import mtp_roots
-from ..targets.weights import StoredWeight
+from ..targets.weights import StoredWeight, read_format
 from .calibration import CalibrationPrompts, InputScales
 from .output import bytes_needed, write_beside, write_manifest
 from .plan import QuantizePlan, plan_quantize
@@ -41,6 +41,8 @@ NOTHING = "no weight quantizer is enabled"
 INSTEAD = "Use --backend stream with a file from kconv calibrate; both need memory for at most one layer."
 # ModelOpt's own numbers of an NVFP4 quantizer.
 NUMBERS = {"num_bits": (2, 1), "block_sizes": {-1: NVFP4.group, "type": "dynamic", "scale_bits": (4, 3)}}
+# And those of an FP8 one in blocks.
+BLOCKS = {"num_bits": (4, 3), "block_sizes": {-1: FP8_PB_WO.width, -2: FP8_PB_WO.height}}
 
 
 def plan_in_memory(
@@ -66,6 +68,12 @@ def plan_in_memory(
         raise RecipeInvalid(
             f"ModelOpt does not write the format {recipe.format}",
             where=f"format in the recipe {recipe.name}",
+            fix="Use kconv quantize with --backend stream.",
+        )
+    if recipe.fp8 and isinstance(read_format(source, config), Fp8Blocks):
+        raise RecipeInvalid(
+            "ModelOpt would round FP8 once more, which is kept as it is otherwise",
+            where=f"fp8 in the recipe {recipe.name}",
             fix="Use kconv quantize with --backend stream.",
         )
     said = "none"
@@ -139,6 +147,7 @@ def quant_cfg(recipe: Recipe) -> dict[str, Any]:
     entries += [
         {"quantizer_name": f"{pattern}*{kind}", "cfg": NUMBERS} for pattern in recipe.quantize for kind in kinds
     ]
+    entries += [{"quantizer_name": f"{pattern}*weight_quantizer", "cfg": BLOCKS} for pattern in recipe.fp8]
     entries += [{"quantizer_name": f"{pattern}.*", "enable": False} for pattern in (*recipe.keep, *NEVER)]
     return {"quant_cfg": entries, "algorithm": "max"}
 

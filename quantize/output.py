@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import INDEX
-from ..checkpoint.formats import CONFIG_KEY, NVFP4, NVFP4_PACKED, SIDE_FILE
+from ..checkpoint.formats import CONFIG_KEY, NVFP4, NVFP4_MIXED, NVFP4_PACKED, SIDE_FILE, experts_of
 from ..checkpoint.manifest import MANIFEST, FileRecord, Manifest, Parameters
 from .plan import ROUTER, QuantizePlan, exclude_modules
 from .stream import Workplace
@@ -74,13 +74,28 @@ def quantized_config(plan: QuantizePlan) -> tuple[dict[str, Any], dict[str, Any]
                 part.pop(key, None)
     if isinstance(text, dict) and text.get("model_type") in TEXT_MODEL_TYPES:
         text["model_type"] = TEXT_MODEL_TYPES[text["model_type"]]
-    excludes = exclude_modules(plan.linear, {module.name for module in plan.modules}, plan.mtp)
+    packed, rounded = ([module.name for module in modules] for modules in (plan.modules, plan.rounded))
+    excludes = exclude_modules(plan.linear, {*packed, *rounded}, plan.mtp)
     if plan.recipe.stored == NVFP4_PACKED:
         # Its target is each Linear, and of some families' routers that is the class.
         excludes += [module for module in plan.linear if module.endswith(ROUTER)]
     said = {"weight_only": plan.recipe.weight_only, "exclude": excludes}
     config[CONFIG_KEY] = plan.recipe.stored.quantization_config(**said)
-    return config, NVFP4.hf_quant_config(**said) if plan.recipe.stored == NVFP4 else None
+    side = None if plan.recipe.stored == NVFP4_PACKED else NVFP4.hf_quant_config(**said)
+    if side and plan.recipe.stored == NVFP4_MIXED:
+        layers = NVFP4_MIXED.layers(_together(packed, plan.linear), rounded, weight_only=plan.recipe.weight_only)
+        config[CONFIG_KEY], side = NVFP4_MIXED.described(config[CONFIG_KEY], side, layers)
+    return config, side
+
+
+def _together(packed: Sequence[str], linear: Iterable[str]) -> list[str]:
+    """Return names of NVFP4 modules; of a layer's routed experts that of all together, which each engine looks up.
+
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py#L1729-L1732
+    """
+    split = {experts_of(module) for module in set(linear).difference(packed)}
+    groups = {module: experts_of(module) for module in packed}
+    return list(dict.fromkeys(module if group in split else group for module, group in groups.items()))
 
 
 def _copy(file: Path, folder: Path) -> FileRecord:
@@ -154,6 +169,6 @@ def _tensor_texts(plan: QuantizePlan, place: Workplace) -> Iterator[str]:
 
 def _logical_shapes(plan: QuantizePlan) -> Iterator[tuple[int, ...]]:
     for unit in plan.units:
-        yield from (module.weight.shape for module in unit.modules)
+        yield from (module.weight.shape for module in (*unit.modules, *unit.rounded))
         yield from (weight.shape for weight in unit.dequantized)
         yield from (info.shape for info in unit.carried)

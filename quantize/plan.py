@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 from ..checkpoint.folder import Checkpoint
-from ..checkpoint.formats import MXFP4, NVFP4, Nvfp4, fused_group
+from ..checkpoint.formats import FP8_PB_WO, FUSED, MXFP4, NVFP4, Nvfp4, fused_group
 from ..checkpoint.header import TensorInfo, byte_size
 from ..errors import RecipeInvalid, TargetInvalid, TensorShape
 from ..targets.config import TargetConfig
@@ -76,6 +77,11 @@ class QuantizePlan:
         return [module for unit in self.units for module in unit.modules]
 
     @property
+    def rounded(self) -> list[Rounded]:
+        """Every module that becomes FP8."""
+        return [module for unit in self.units for module in unit.rounded]
+
+    @property
     def bytes_in(self) -> int:
         """Bytes of the source's tensors."""
         return sum(unit.bytes_in for unit in self.units)
@@ -110,6 +116,9 @@ class QuantizePlan:
             for module in unit.modules:
                 size = sum(byte_size(*kind) for kind in module.outputs.values())
                 add(module.name, f"NVFP4 from {module.weight.form}", sum(i.size for i in module.weight.infos), size)
+            for module in unit.rounded:
+                size = sum(byte_size(*kind) for kind in module.outputs.values())
+                add(module.name, f"FP8 from {module.weight.form}", sum(i.size for i in module.weight.infos), size)
             for weight in unit.dequantized:
                 before, after = sum(i.size for i in weight.infos), byte_size(weight.dtype, weight.shape)
                 add(weight.name, f"{weight.dtype} from {weight.form}", before, after)
@@ -125,6 +134,7 @@ class QuantizePlan:
             "recipe": self.recipe.model_dump(mode="json"),
             "input_scale": self.scales,
             "modules": len(self.modules),
+            "fp8_modules": len(self.rounded),
             "files": files,
             "bytes_in": self.bytes_in,
             "bytes_out": self.bytes_out,
@@ -173,10 +183,12 @@ def plan_quantize(
     chosen = _choose(linear, config, recipe)
     for weight in chosen.values():
         _check_dims(weight)
+    rounded = {name: Rounded(name, weight) for name, weight in _choose_rounded(linear, config, recipe, chosen).items()}
+    _check_blocks(rounded)
     scales = {} if recipe.weight_only else inputs.scales(chosen)
     modules = {name: Module(name, weight, scales.get(name), recipe.stored) for name, weight in chosen.items()}
     form = format_.form if format_ else Plain.form
-    units = cut_units(stored, modules, shard, recipe.weight_scales)
+    units = cut_units(stored, modules, shard, recipe.weight_scales, rounded)
     return QuantizePlan(source, config, form, recipe, inputs, units, tuple(linear))
 
 
@@ -213,12 +225,42 @@ def _choose(linear: dict[str, StoredWeight], config: TargetConfig, recipe: Recip
     for pattern in recipe.quantize:
         alone = recipe.model_copy(update={"quantize": (pattern,)})
         if not any(alone.takes(name) for name in inner):
-            raise RecipeInvalid(
-                f"the pattern {pattern!r} matches no linear module of this target",
-                where=f"quantize in the recipe {recipe.name}",
-                fix=f"Correct the pattern. {_some_names(linear, config, pattern)}",
-            )
+            raise _no_match(pattern, "quantize", linear, config, recipe)
     return chosen
+
+
+def _choose_rounded(
+    linear: dict[str, StoredWeight], config: TargetConfig, recipe: Recipe, chosen: Collection[str]
+) -> dict[str, StoredWeight]:
+    inner = {
+        name.removeprefix(config.prefix): name
+        for name in linear
+        if name.startswith(config.prefix) and LAYER.fullmatch(name) and not mtp_root(name, config.layers)
+    }
+    found = {name: linear[name] for short, name in inner.items() if recipe.rounds(short)}
+    for pattern in recipe.fp8:
+        if not any(recipe.model_copy(update={"fp8": (pattern,)}).rounds(name) for name in inner):
+            raise _no_match(pattern, "fp8", linear, config, recipe)
+    groups = {fused_group(name): name for name in chosen}
+    for name in found:
+        if other := groups.get(fused_group(name)):
+            as_one = "" if other == name else f", which engines fuse with {name},"
+            raise RecipeInvalid(
+                f"{other}{as_one} would be NVFP4 and FP8",
+                where=f"quantize and fp8 in the recipe {recipe.name}",
+                fix="Let one of the two match all modules that engines fuse, and the other none.",
+            )
+    return found
+
+
+def _no_match(
+    pattern: str, key: str, linear: dict[str, StoredWeight], config: TargetConfig, recipe: Recipe
+) -> RecipeInvalid:
+    return RecipeInvalid(
+        f"the pattern {pattern!r} matches no linear module of this target",
+        where=f"{key} in the recipe {recipe.name}",
+        fix=f"Correct the pattern. {_some_names(linear, config, pattern)}",
+    )
 
 
 def _some_names(linear: dict[str, StoredWeight], config: TargetConfig, pattern: str) -> str:
@@ -235,6 +277,34 @@ def _check_dims(weight: StoredWeight) -> None:
             where=weight.infos[0].file,
             fix="Keep this module out of the recipe (keep: ...).",
         )
+
+
+def _check_blocks(rounded: Mapping[str, Rounded]) -> None:
+    """Refuse what vLLM cannot split into blocks: in a fused layer, a block would reach into the next part."""
+    for name, module in rounded.items():
+        rows, columns = module.weight.shape
+        parent, _, last = name.rpartition(".")
+        later = next((members[members.index(last) + 1 :] for members in FUSED if last in members), ())
+        cut = rows % FP8_PB_WO.height and any(f"{parent}.{member}" in rounded for member in later)
+        if not FP8_PB_WO.fits(columns) or cut or not rows * columns:
+            raise TensorShape(
+                f"{module.weight.name} is {[rows, columns]}, which vLLM cannot read {FP8_PB_WO.split}",
+                where=module.weight.infos[0].file,
+                fix="Keep this module out of the recipe (keep: ...), with those that engines fuse with it.",
+            )
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A linear layer that becomes FP8 in blocks; its name is that on disk."""
+
+    name: str
+    weight: StoredWeight
+
+    @cached_property
+    def outputs(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Dtype and shape of each of its output tensors, by name."""
+        return FP8_PB_WO.written(self.name, self.weight.shape)
 
 
 @dataclass(frozen=True)
@@ -286,6 +356,7 @@ class Unit:
 
     file: str
     groups: tuple[FusedGroup, ...]
+    rounded: tuple[Rounded, ...]
     dequantized: tuple[StoredWeight, ...]
     carried: tuple[TensorInfo, ...]
 
@@ -296,7 +367,7 @@ class Unit:
     @property
     def inputs(self) -> list[TensorInfo]:
         """Every tensor that it is made from."""
-        weights = [*(module.weight for module in self.modules), *self.dequantized]
+        weights = [*(module.weight for module in (*self.modules, *self.rounded)), *self.dequantized]
         return [*self.carried, *(info for weight in weights for info in weight.infos)]
 
     @property
@@ -309,28 +380,34 @@ class Unit:
 
     def outputs(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """Return name, dtype and shape of each of its tensors."""
-        packed = [(name, *kind) for module in self.modules for name, kind in module.outputs.items()]
+        modules = (*self.modules, *self.rounded)
+        packed = [(name, *kind) for module in modules for name, kind in module.outputs.items()]
         plain = [(weight.name, weight.dtype, weight.shape) for weight in self.dequantized]
         return [*packed, *plain, *((info.name, info.dtype, info.shape) for info in self.carried)]
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """What must be in one file: a fused group, or one tensor that is not quantized."""
+    """What must be in one file: a fused group, one module that becomes FP8, or one tensor that is not quantized."""
 
-    group: FusedGroup | None
-    plain: StoredWeight | None
+    group: FusedGroup | None = None
+    rounded: Rounded | None = None
+    plain: StoredWeight | None = None
 
     @property
     def size(self) -> int:
         if self.plain is not None:
             return byte_size(self.plain.dtype, self.plain.shape)
-        modules = self.group.modules if self.group else ()
+        modules = self.group.modules if self.group else (self.rounded,) if self.rounded else ()
         return sum(byte_size(*kind) for module in modules for kind in module.outputs.values())
 
 
 def cut_units(
-    stored: dict[str, StoredWeight], modules: dict[str, Module], shard: int, weight_scales: WeightScales = "max"
+    stored: dict[str, StoredWeight],
+    modules: dict[str, Module],
+    shard: int,
+    weight_scales: WeightScales = "max",
+    rounded: Mapping[str, Rounded] = MappingProxyType({}),
 ) -> tuple[Unit, ...]:
     """Split the output into files of about equal size, in the order of the source's files and their bytes."""
     groups = _fuse(modules, weight_scales)
@@ -338,10 +415,12 @@ def cut_units(
     done: set[str] = set()
     for weight in sorted(stored.values(), key=_place):
         module = weight.name.removesuffix(".weight")
-        if module not in groups:
-            pieces.append(_Piece(None, weight))
+        if module in rounded:
+            pieces.append(_Piece(rounded=rounded[module]))
+        elif module not in groups:
+            pieces.append(_Piece(plain=weight))
         elif module not in done:
-            pieces.append(_Piece(groups[module], None))
+            pieces.append(_Piece(group=groups[module]))
             done |= {member.name for member in groups[module].modules}
     cut = _cut(pieces, shard)
     return tuple(_unit(f"model-{i:05d}-of-{len(cut):05d}.safetensors", part) for i, part in enumerate(cut, 1))
@@ -370,6 +449,7 @@ def _unit(file: str, pieces: Iterable[_Piece]) -> Unit:
     return Unit(
         file,
         tuple(piece.group for piece in pieces if piece.group is not None),
+        tuple(piece.rounded for piece in pieces if piece.rounded is not None),
         tuple(weight for weight in plain if not isinstance(weight, Plain)),
         tuple(weight.info for weight in plain if isinstance(weight, Plain)),
     )

@@ -10,11 +10,11 @@ from __future__ import annotations
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from ..checkpoint.formats import NVFP4, NVFP4_PACKED, Nvfp4
+from ..checkpoint.formats import NVFP4, NVFP4_MIXED, NVFP4_PACKED, Nvfp4
 from ..checkpoint.schema import MAX_YAML, check_values, parse_yaml, read_bounded
 from ..errors import RecipeInvalid
 from ..strict import StrictModel
@@ -36,7 +36,8 @@ class Recipe(StrictModel):
         name: its name in the manifest.
         about: one line for people.
         quantize: patterns of the modules that become NVFP4.
-        keep: patterns of modules that stay unquantized although `quantize` matches them.
+        fp8: patterns of the modules that become FP8 in blocks of 128 by 128, beside NVFP4 in one target.
+        keep: patterns of modules that stay unquantized although others match them.
         weight_only: whether activations stay bf16 (W4A16), and no module has an input_scale.
         weight_scales: how block scales are chosen: from the largest magnitude of a block (max), or by the least squared
             error among all e4m3 numbers (mse) or two (four-over-six).
@@ -46,6 +47,7 @@ class Recipe(StrictModel):
     name: str = Field(min_length=1)
     about: str = ""
     quantize: tuple[str, ...] = Field(min_length=1)
+    fp8: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
     weight_only: bool = False
     weight_scales: WeightScales = "max"
@@ -54,12 +56,22 @@ class Recipe(StrictModel):
     @property
     def stored(self) -> Nvfp4:
         """The format of the output."""
-        return FORMATS[self.format]
+        return NVFP4_MIXED if self.fp8 else FORMATS[self.format]
+
+    @model_validator(mode="after")
+    def _check_mixed(self) -> Self:
+        if self.fp8 and self.format != "modelopt":
+            raise ValueError("fp8 beside NVFP4 is written in ModelOpt's format only")
+        return self
 
     def takes(self, module: str, *, below: str = "") -> bool:
         """Return whether a module becomes NVFP4, by its name in the text model; `below` is its MTP layer, if any."""
         chosen = tuple(pattern for pattern in self.quantize if not below or pattern.startswith(f"{below}."))
         return _any(module, chosen) and not _any(module, (*self.keep, *NEVER))
+
+    def rounds(self, module: str) -> bool:
+        """Return whether a module becomes FP8, by its name in the text model; one of an MTP layer never does."""
+        return _any(module, self.fp8) and not _any(module, (*self.keep, *NEVER))
 
 
 def builtin_recipes() -> dict[str, str]:

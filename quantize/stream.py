@@ -19,7 +19,7 @@ import torch
 from blake3 import blake3
 
 from ..checkpoint.bytes import Entry, stream, write_safetensors
-from ..checkpoint.formats import Int4
+from ..checkpoint.formats import FP8_PB_WO, Int4
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.manifest import Action, FileRecord, StepRecord, TensorRecord
 from ..checkpoint.schema import load_json
@@ -29,10 +29,11 @@ from ..checkpoint.values import Values
 from ..errors import TensorValue, WorkerFailed
 from ..strict import StrictModel
 from ..targets.weights import Seen, StoredWeight, unseen
+from .fp8 import kept, scales_of, values_of
 from .int4_to_nvfp4 import Int4Packer, amax_int4, fits
 from .mxfp4_to_nvfp4 import cast, is_mxfp4, scale_2_of
 from .pack import NativePacker, Packed, amax, fastest, pack, scale_2
-from .plan import FusedGroup, Module, QuantizePlan, Unit
+from .plan import FusedGroup, Module, QuantizePlan, Rounded, Unit
 from .recipe import WeightScales
 
 
@@ -107,8 +108,10 @@ def make_unit(unit: Unit, place: Workplace, *, inputs: str, advance: Advance = l
     for group in unit.groups:
         scale = shared_scale(group, taken)
         jobs += [_Job(module, scale, group, advance) for module in group.modules]
+    rounded = [(module, scales_of(module.weight, taken)) for module in unit.rounded]
     entries = [
         *(made for job in jobs for made in job.entries()),
+        *(made for module, scales in rounded for made in _rounded(module, scales, advance)),
         *(_dequantized(weight, taken, advance) for weight in unit.dequantized),
         *(_carried(info, advance) for info in unit.carried),
     ]
@@ -237,6 +240,19 @@ def _scalar(value: float) -> list[memoryview]:
     return [_bytes(torch.tensor([value], dtype=torch.float32))]
 
 
+def _rounded(module: Rounded, scales: torch.Tensor, advance: Advance) -> list[Entry]:
+    def values() -> Iterator[memoryview]:
+        for rows in values_of(module.weight, scales):
+            yield _bytes(rows)
+        advance(sum(info.size for info in module.weight.infos))
+
+    makers = {FP8_PB_WO.values: values, FP8_PB_WO.scale: lambda: [_bytes(scales)]}
+    return [
+        Entry(name, dtype, shape, makers[name.removeprefix(f"{module.name}.")])
+        for name, (dtype, shape) in module.outputs.items()
+    ]
+
+
 def _dequantized(weight: StoredWeight, seen: Seen, advance: Advance) -> Entry:
     def chunks() -> Iterator[bytes | memoryview]:
         for block in weight.blocks(seen):
@@ -294,6 +310,18 @@ def _origins(unit: Unit, inputs: str) -> dict[str, Origin]:
             reasons = {form.values: f"NVFP4 of {module.weight.form}{searched}", form.inputs: inputs}
             action: Action = "added" if suffix == form.inputs else "quantized"
             found[name] = (action, sources, reasons.get(suffix, "with its weight"))
+    for module in unit.rounded:
+        values, *scales = module.weight.infos
+        origins: tuple[Origin, Origin] = (
+            (("copied", (values,), ""), ("repacked", tuple(scales), "with ModelOpt's name and dims"))
+            if kept(module.weight)
+            else (
+                ("quantized", module.weight.infos, f"FP8 of {module.weight.form}"),
+                ("quantized", (), "with its weight"),
+            )
+        )
+        suffixes = (FP8_PB_WO.values, FP8_PB_WO.scale)
+        found |= {f"{module.name}.{suffix}": one for suffix, one in zip(suffixes, origins, strict=True)}
     for weight in unit.dequantized:
         found[weight.name] = ("dequantized", weight.infos, f"{weight.form} cannot be combined with NVFP4")
     for info in unit.carried:

@@ -9,7 +9,15 @@ from typing import Protocol
 import torch
 
 from ..checkpoint.folder import Checkpoint, read_json
-from ..checkpoint.formats import OF_TARGETS, ONLY_QUANTIZED, SIDE_FILE, StoredFormat, stated_format
+from ..checkpoint.formats import (
+    FP8_PB_WO,
+    NVFP4_MIXED,
+    OF_TARGETS,
+    ONLY_QUANTIZED,
+    SIDE_FILE,
+    StoredFormat,
+    stated_format,
+)
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.tensors import TORCH, read_span, read_tensor
 from ..errors import SourceFormatUnknown
@@ -193,7 +201,11 @@ def stored_weights(checkpoint: Checkpoint, config: TargetConfig) -> dict[str, St
     format_, tensors = read_format(checkpoint, config), checkpoint.tensors
     found: list[StoredWeight] = []
     if format_:
-        found += [Quantized(format_, format_.parts(base, tensors)) for base in _bases(tensors, format_.mark)]
+        bases = _bases(tensors, format_.mark)
+        found += [Quantized(format_, format_.parts(base, tensors)) for base in bases]
+        if format_ == NVFP4_MIXED:
+            others = sorted(set(_bases(tensors, FP8_PB_WO.mark)).difference(bases))
+            found += [Quantized(FP8_PB_WO, FP8_PB_WO.parts(base, tensors)) for base in others]
         if not found:
             raise SourceFormatUnknown(
                 f"the config says {format_.title}, but no tensor is stored that way",

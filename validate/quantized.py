@@ -19,7 +19,7 @@ import torch
 
 from ..checkpoint.bytes import digest
 from ..checkpoint.folder import Checkpoint
-from ..checkpoint.formats import NVFP4, NVFP4_PACKED
+from ..checkpoint.formats import FP8_PB_WO, NVFP4, NVFP4_PACKED
 from ..drafters.rope_keys import read_rope
 from ..errors import KconvError
 from ..measure.figures import NoiseFigures
@@ -27,10 +27,12 @@ from ..rule import Found
 from ..targets.config import TargetConfig, parse_target_config
 from ..targets.weights import Plain, StoredWeight, stored_weights
 from .report import Finding
-from .rules.comparisons import FLOOR, RULE
+from .rules.comparisons import FLOOR, FP8_FLOOR, RULE
 
-# The forms of NVFP4.
-FORMS = (NVFP4.form, NVFP4_PACKED.form)
+# What rounds, by its form in the output: its name, and the least signal over noise, dB.
+ROUNDED = dict.fromkeys((NVFP4.form, NVFP4_PACKED.form), (NVFP4.name, FLOOR)) | {
+    FP8_PB_WO.form: (FP8_PB_WO.name, FP8_FLOOR)
+}
 # Each key of the text model that affects a number, with the meaning of its absence for every reader; None if readers
 # differ, or fail. An exporter may write such a value explicitly, or omit it.
 # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/deepseek_v2.py#L305-L387
@@ -129,11 +131,13 @@ def check_quantized(
         mine, its = ours[name], theirs[name]
         if mine.shape != its.shape:
             findings.append(_absent(name, f"is {list(mine.shape)}, but the source's is {list(its.shape)}"))
-        elif mine.form in FORMS and its.form not in FORMS:
-            noise[name] = signal_to_noise(its, mine)
-            if not noise[name] >= FLOOR:
-                least = f"rounding to {NVFP4.name} leaves at least {FLOOR} dB"
-                message = f"its signal over noise is {noise[name]:.1f} dB, but {least}"
+        elif mine.form in ROUNDED and its.form not in ROUNDED:
+            (rounded_to, floor), ratio = ROUNDED[mine.form], signal_to_noise(its, mine)
+            if rounded_to == NVFP4.name:
+                noise[name] = ratio
+            if not ratio >= floor:
+                least = f"rounding to {rounded_to} leaves at least {floor} dB"
+                message = f"its signal over noise is {ratio:.1f} dB, but {least}"
                 findings.append(RULE["K390"].finding(Found(name, message)))
         elif not _same(mine, its):
             message = "it is not quantized, but its values differ from the source's"

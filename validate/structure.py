@@ -18,15 +18,10 @@ from ..drafters.slots import needs
 from ..errors import KconvError
 from ..rule import Found
 from .report import Finding
-from .rules.comparisons import FLOOR, RULE
+from .rules.comparisons import FLOOR, FP8_FLOOR, RULE
 from .rules.head import HeadSubject
 from .rules.subject import run_rules
 from .rules.values import WEIGHTS
-
-# An FP8 value, with three mantissa bits, is within a sixteenth of itself: 24 dB. Four dB are left for values that the
-# scale of a fused group makes too small for that.
-FP8_FLOOR = 20.0
-
 
 # Minimum signal over noise after rounding, dB, by format.
 FLOORS = {NVFP4: FLOOR, FP8_BLOCKS: FP8_FLOOR, FP8: FP8_FLOOR}

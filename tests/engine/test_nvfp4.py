@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 from itertools import chain
 from pathlib import Path
@@ -17,14 +18,18 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 from support.families import write_target
 from support.quantized_targets import make_form, with_plain_experts
 
 import kconv.quantize
+from kconv.checkpoint.folder import open_checkpoint
 from kconv.cli import main
 from kconv.engines.base import Serving
 from kconv.engines.vllm import environment
+from kconv.targets.config import parse_target_config
 from kconv.targets.tokenizer import load_tokenizer
+from kconv.targets.weights import stored_weights
 from kconv.tiny.text import read_corpus
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
@@ -108,3 +113,32 @@ def test_compressed_tensors_form_is_read_as_the_same_model(engine_python, tiny_t
     plain, theirs, ours = (torch.tensor([*chain(*answer[name])]) for name in models)
     # The scales of a whole module are reciprocals, so that the last bit of few weights differs.
     assert (ours - theirs).abs().mean() < 0.05 * (theirs - plain).abs().mean()
+
+
+def test_fp8_attention_beside_nvfp4_is_read_as_the_same_model(engine_python, tiny_target, tmp_path):
+    """A dense target whose attention is FP8 in ModelOpt's blocks."""
+    source = write_target(tmp_path / "llama", "llama", tiny_target, None, hidden_size=256, head_dim=128)
+    recipe = "{name: mixed, quantize: [model.layers.*.mlp.*_proj], fp8: [model.layers.*.self_attn.*_proj]}"
+    (tmp_path / "mixed.yaml").write_text(recipe)
+    (tmp_path / "mlp.yaml").write_text("{name: mlp, quantize: [model.layers.*.mlp.*_proj]}")
+    for name in ("mlp", "mixed"):
+        words = ["quantize", source, tmp_path / name, "--recipe", tmp_path / f"{name}.yaml"]
+        done = CliRunner().invoke(main, [str(word) for word in (*words, "--input-scale", "data-free")])
+        assert done.exit_code == 0, done.output
+    # The same with attention plain, dequantized as kconv reads it.
+    mixed = open_checkpoint(tmp_path / "mixed")
+    weights = stored_weights(mixed, parse_target_config(mixed.config))
+    shutil.copytree(tmp_path / "mlp", tmp_path / "read")
+    for file in (tmp_path / "read").glob("*.safetensors"):
+        tensors = load_file(file)
+        tensors |= {name: weights[name].read() for name in tensors if ".self_attn." in name}
+        save_file(tensors, file)
+    tokenizer = load_tokenizer(source)
+    texts = [text for text in read_corpus().held_out if len(text) > 300][:8]
+    models = {name: str(tmp_path / name) for name in ("llama", "mlp", "read", "mixed")}
+    answer, printed = ask(engine_python, source, tmp_path, models, [tokenizer.encode(t)[:TOKENS] for t in texts])
+    assert "quantization=modelopt_mixed" in printed.split("== MODEL ")[4]
+    _, mlp, read, ours = (torch.tensor([*chain(*answer[name])]) for name in models)
+    far, apart = ((one - read).abs().mean() for one in (mlp, ours))
+    print(f"\nof FP8's change of {far:.4f} nats, {apart:.4f} are vLLM's arithmetic")
+    assert apart < 0.25 * far

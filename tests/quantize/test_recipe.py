@@ -16,6 +16,7 @@ NEVER = ("lm_head", "model.embed_tokens", "model.layers.3.mlp.gate", "model.laye
 
 TAKES = {
     "nvfp4-experts": {EXPERT},
+    "nvfp4-experts-fp8-attention": {EXPERT},
     "nvfp4-experts-mse": {EXPERT},
     "nvfp4-experts-four-over-six": {EXPERT},
     "nvfp4-mlp": {EXPERT, SHARED, DENSE},
@@ -40,6 +41,9 @@ def test_a_recipe_takes_what_its_published_model_has_in_nvfp4(name):
     recipe = load_recipe(name)
     asked = {EXPERT, SHARED, DENSE, ATTENTION, LATENT, KV_B, *NEVER}
     assert {module for module in asked if recipe.takes(module)} == TAKES[name]
+    assert {module for module in asked if recipe.rounds(module)} == (
+        {ATTENTION, LATENT} if name == "nvfp4-experts-fp8-attention" else set()
+    )
     assert recipe.weight_only == (name == "nvfp4-weight-only")
     assert recipe.weight_scales == {"nvfp4-experts-mse": "mse", "nvfp4-experts-four-over-six": "four-over-six"}.get(
         name, "max"

@@ -56,10 +56,10 @@ EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2}
 STEPS = TinyRecipe(steps=60, batch=4, seq=64, warmup=5, lr=3e-3)
 
 
-def _llama() -> Any:
+def _llama(**dims: Any) -> Any:
     scaling = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
                "high_freq_factor": 4.0, "original_max_position_embeddings": 128}  # fmt: skip
-    return LlamaForCausalLM(LlamaConfig(**DIMS, rope_parameters=scaling))
+    return LlamaForCausalLM(LlamaConfig(**DIMS | dims, rope_parameters=scaling))
 
 
 def _qwen3() -> Any:
@@ -100,7 +100,7 @@ MODELS = {
 }  # fmt: skip
 
 
-def write_target(folder: Path, kind: str, tokenizer: Path, recipe: TinyRecipe | None = STEPS) -> Path:
+def write_target(folder: Path, kind: str, tokenizer: Path, recipe: TinyRecipe | None = STEPS, **dims: Any) -> Path:
     """Write a target as transformers saves it.
 
     Args:
@@ -108,10 +108,11 @@ def write_target(folder: Path, kind: str, tokenizer: Path, recipe: TinyRecipe | 
         kind: a key of `MODELS`.
         tokenizer: a folder that has one of `VOCAB` tokens.
         recipe: steps, batch and rate of its training; None for the weights that it is born with.
+        dims: of a "llama" that are others than `DIMS`.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = MODELS[kind]().float()
+        model = MODELS[kind](**dims).float()
         if recipe is not None:
             initialize(model)
             train(model, pack(load_tokenizer(tokenizer).inner, read_corpus().train), recipe, lambda *_: None)

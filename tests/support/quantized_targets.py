@@ -57,6 +57,30 @@ FORMS = ("bf16", "int4", "fp8")
 EXPERTS = ".mlp.experts."
 
 
+# Dims at which attention's inputs are whole blocks of FP8.
+WIDE = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 128}
+
+
+def write_wide(narrow: Path, folder: Path, layers: int = 3) -> Path:
+    """Write a target as a tiny one is, of other dims and with the weights that it is born with."""
+    from kconv.targets.config import parse_target_config
+    from kconv.targets.model import build_target
+    from kconv.tiny.target import initialize
+
+    config = json.loads((narrow / "config.json").read_text()) | WIDE | {"num_hidden_layers": layers}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = build_target(parse_target_config(config), torch.float32)
+        initialize(model)
+        for parameter in (p for p in model.parameters() if p.ndim > 1):
+            torch.nn.init.normal_(parameter, std=0.05)
+        model.save_pretrained(folder)
+    for file in narrow.glob("*token*"):
+        shutil.copy(file, folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def make_form(source: Path, folder: Path, form: str, *, wrapped: bool = False, shards: int = 1) -> Path:
     """Write a plain fp32 target in another form.
 

@@ -215,6 +215,33 @@ def exclude_mtp_by(*parts: str) -> Change:
     return excludes(lambda entries: [e for e in entries if e != f"{MTP}*"] + [f"{MTP}.{part}" for part in parts])
 
 
+# FP8 attention beside NVFP4 experts.
+MIXED = "nvfp4-experts-fp8-attention"
+O_PROJ = f"{ATTENTION}.o_proj"
+
+
+def state(name: str, algorithm: str) -> Change:
+    """Return the change of what both files state for a module; of no algorithm, that they do not name it."""
+
+    def change(config: Json, tensors: Tensors, side: Json) -> None:
+        for layers in (part["quantized_layers"] for part in (config["quantization_config"], side["quantization"])):
+            layers.pop(name, None)
+            if algorithm:
+                layers[name] = {"quant_algo": algorithm}
+
+    return change
+
+
+def plain_again(module: str) -> Change:
+    """Return the change that puts a plain weight in the place of an FP8 one."""
+
+    def change(config: Json, tensors: Tensors, side: Json) -> None:
+        del tensors[f"{module}.weight_scale"]
+        tensors[f"{module}.weight"] = tensors[f"{module}.weight"].bfloat16()
+
+    return both(change, state(module, ""), excludes(lambda entries: [*entries, module]))
+
+
 K_SCALE, V_SCALE = f"{ATTENTION}.k_proj.k_scale", f"{ATTENTION}.v_proj.v_scale"
 FP8_KV = both(block(kv_cache_scheme={"num_bits": 8, "type": "float"}), side_block(kv_cache_quant_algo="FP8"))
 FAULTS = (
@@ -240,6 +267,13 @@ FAULTS = (
     TargetFault("INT4's bytes left beside", "K409", left_over),
     TargetFault("kv_b_proj packed", "K410", pack(f"{ATTENTION}.kv_b_proj"), "nvfp4"),
     TargetFault("a k_scale without its v_scale", "K411", kv_scale(K_SCALE)),
+    TargetFault("FP8's scales lost", "K413", drop(f"{O_PROJ}.weight_scale"), MIXED),
+    TargetFault("FP8's scales in DeepSeek's dims", "K413",
+                edit(f"{O_PROJ}.weight_scale", lambda t: t[:, 0, :, 0]), MIXED),
+    TargetFault("FP8's scales in bf16", "K413", edit(f"{O_PROJ}.weight_scale", torch.Tensor.bfloat16), MIXED),
+    TargetFault("FP8 beside NVFP4", "K414", lambda config, tensors, side: None, MIXED),
+    TargetFault("q_a FP8, kv_a plain", "K406", plain_again(f"{ATTENTION}.kv_a_proj_with_mqa"), MIXED),
+    TargetFault("q_a FP8, kv_a NVFP4", "K406", pack(f"{ATTENTION}.kv_a_proj_with_mqa"), MIXED),
     TargetFault("both config blocks lost", "K420", no_blocks),
     TargetFault("the config of an NVFP4 target beside plain weights", "K421", unpack_all),
     TargetFault("INT4's block left in text_config", "K422", stale_text, wrapped=True),
@@ -261,6 +295,13 @@ FAULTS = (
     TargetFault("an MTP layer without its projection", "K429", drop(f"{MTP}.eh_proj.weight"), mtp=True),
     TargetFault("an MTP layer in NVFP4", "K412", pack(f"{MTP}.mlp.shared_experts.up_proj"), mtp=True),
     TargetFault("compressed-tensors' form", "K436", to_compressed_tensors),
+    TargetFault("an FP8 module not named", "K437", state(O_PROJ, ""), MIXED),
+    TargetFault("an FP8 module named NVFP4", "K437", state(O_PROJ, "NVFP4"), MIXED),
+    TargetFault("a layer's experts not named", "K437", state(f"{LAYER}.mlp.experts", ""), MIXED),
+    TargetFault("a module named that is plain", "K437", state(f"{LAYER}.mlp.shared_experts.up_proj", "NVFP4"), MIXED),
+    TargetFault("quantized_layers of the two files differ", "K424",
+                lambda config, tensors, side: side["quantization"]["quantized_layers"].popitem(), MIXED),
+    TargetFault("FP8 attention excluded", "K431", excludes(lambda e: [*e, f"{LAYER}.self_attn*"]), MIXED),
     TargetFault("an MTP layer not excluded", "K435", exclude_mtp_by(), mtp=True),
     TargetFault("an MTP layer excluded by its tensors' names", "K435",
                 exclude_mtp_by("eh_proj", "mlp*", "self_attn*", "shared_head.head"), mtp=True),

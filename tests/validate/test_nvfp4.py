@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.heads import linear_modules
 from support.mtp_targets import write_with_mtp
-from support.quantized_targets import make_form
+from support.quantized_targets import make_form, write_wide
 from support.target_faults import (
     FAULTS,
     FP8_KV,
     GATE,
     K_SCALE,
+    MIXED,
     UP,
     V_SCALE,
     block,
@@ -24,6 +25,8 @@ from support.target_faults import (
     excludes,
     fill,
     kv_scale,
+    no_blocks,
+    root_gone,
     to_compressed_tensors,
     write_changed,
 )
@@ -51,6 +54,7 @@ def good(tiny_target, tmp_path_factory):
         if key not in made:
             root = tmp_path_factory.mktemp("good")
             plain = write_with_mtp(tiny_target, root / "plain") if mtp else tiny_target
+            plain = write_wide(plain, root / "plain") if recipe == MIXED else plain
             source = open_checkpoint(make_form(plain, root / "source", form, wrapped=wrapped))
             plan = plan_quantize(source, parse_target_config(source.config), load_recipe(recipe), data_free())
             quantize(plan, root / "out")
@@ -78,12 +82,19 @@ def test_every_rule_over_targets_has_a_corruption():
 
 
 KINDS = (("bf16", False, False), ("int4", True, False), ("fp8", False, True))
-GOOD = [(recipe, *kind) for recipe in builtin_recipes() for kind in KINDS]
+GOOD = [(recipe, *kind) for recipe in builtin_recipes() if recipe != MIXED for kind in KINDS]
 
 
 @pytest.mark.parametrize("recipe, form, wrapped, mtp", GOOD, ids=str)
 def test_of_a_good_target_nothing_is_said(recipe, form, wrapped, mtp, good):
     assert check(good(recipe, form, wrapped, mtp)) == ()
+
+
+@pytest.mark.parametrize("form, wrapped", [("bf16", False), ("int4", True), ("fp8", False)])
+def test_of_fp8_beside_nvfp4_only_who_cannot_read_it_is_said(form, wrapped, good):
+    folder = good(MIXED, form, wrapped)
+    assert [(f.rule, f.severity) for f in check(folder)] == [("K414", "warning")]
+    assert check(folder, for_=("vllm-v1", "trtllm")) == ()
 
 
 def published(config, tensors, side):
@@ -141,6 +152,49 @@ PACKED_FAULTS = {
 def test_the_tensors_of_compressed_tensors_form_are_checked_too(change, said, good, tmp_path):
     folder = write_changed(good(), tmp_path / "target", both(to_compressed_tensors, change))
     assert {finding.rule for finding in check(folder)} == said | {"K436"}
+
+
+# Rules over the config that hold in compressed-tensors' form too: faults made before the conversion, then after it.
+BEFORE = ("K412", "K422", "K428", "K429", "K430", "K431", "K432", "K435")
+INT4_GROUP = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "group_size": 32}}}
+AFTER = {
+    "no config": ("K420", no_blocks),
+    "no packed weights": ("K421", lambda config, tensors, side: [tensors.pop(n) for n in packed_names(tensors)]),
+    "a method of another library": ("K423", block(quant_method="modelopt")),
+    "another format": ("K423", block(format="pack-quantized")),
+    "a group of INT4": ("K423", block(config_groups=INT4_GROUP)),
+    "ModelOpt's side file": ("K424", lambda config, tensors, side: side.update(quantization={"quant_algo": "NVFP4"})),
+    "a KV cache in four bits": ("K426", block(kv_cache_scheme={"num_bits": 4, "type": "float"})),
+    "scales of a KV cache that nothing speaks of": ("K427", kv_scale(K_SCALE, V_SCALE)),
+    "an expression for everything": ("K431", block(ignore=["re:.*"])),
+    "an expression that is none": ("K430", block(ignore=["re:("])),
+}
+
+
+def packed_names(tensors):
+    return [n for n in tensors if n.endswith(("_packed", "_global_scale", "weight_scale"))]
+
+
+CONVERTED = [f for f in FAULTS if f.rule in BEFORE and f.recipe != MIXED and f.change is not root_gone]
+
+
+@pytest.mark.parametrize("fault", CONVERTED, ids=lambda fault: fault.name)
+def test_what_holds_of_modelopts_config_holds_of_compressed_tensors(fault, good, tmp_path):
+    source = good(fault.recipe, wrapped=fault.wrapped, mtp=fault.mtp)
+    folder = write_changed(source, tmp_path / "target", both(fault.change, to_compressed_tensors))
+    assert fault.rule in {finding.rule for finding in check(folder)}
+
+
+@pytest.mark.parametrize("rule, change", AFTER.values(), ids=AFTER)
+def test_the_config_of_compressed_tensors_form_is_checked_too(rule, change, good, tmp_path):
+    folder = write_changed(good(), tmp_path / "target", both(to_compressed_tensors, change))
+    assert rule in {finding.rule for finding in check(folder)}
+
+
+@pytest.mark.parametrize("wrapped, mtp", [(False, False), (True, False), (False, True)])
+def test_of_a_good_target_in_compressed_tensors_form_only_who_cannot_read_it_is_said(wrapped, mtp, good, tmp_path):
+    folder = write_changed(good(wrapped=wrapped, mtp=mtp), tmp_path / "target", to_compressed_tensors)
+    assert {finding.rule for finding in check(folder)} == {"K436"}
 
 
 @pytest.mark.parametrize("form", ["bf16", "int4", "fp8"])

@@ -15,6 +15,9 @@ QUANTIZE_AGAIN = "Quantize the target again, and pass exactly the target that it
 # 5/6 of it, the middle of the widest step, and lose a fifth each, which is 14 dB. Anything below was changed, not
 # rounded.
 FLOOR = 13.5
+# An FP8 value, with three mantissa bits, is within a sixteenth of itself: 24 dB. Four dB are left for values that the
+# scale of a fused group makes too small for that.
+FP8_FLOOR = 20.0
 MEASURE = "Measure it: give --target with --prompts or --states."
 AS_THE_SOURCE = "State what the source's config.json does. The weights belong to that model."
 RULES: tuple[Rule[Any], ...] = (

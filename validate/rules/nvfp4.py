@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from ...checkpoint.bytes import read_floats, stream
-from ...checkpoint.formats import NVFP4, ONLY_QUANTIZED, fused_group, is_scale
+from ...checkpoint.formats import FP8_PB_WO, NVFP4, ONLY_QUANTIZED, fused_group, is_scale
 from ...checkpoint.header import TensorInfo
 from ...rule import Found, Rule
 from .subject import ENGINES, concerned
@@ -52,10 +52,18 @@ def packed_width(subject: TargetSubject) -> Iterator[Found]:
 
 
 def fused_part_unpacked(subject: TargetSubject) -> Iterator[Found]:
-    packed = {fused_group(base) for base in subject.packed}
+    packed, fp8 = ({fused_group(base) for base in modules} for modules in (subject.packed, subject.fp8))
     for base in subject.plain:
-        if fused_group(base) in packed:
+        if fused_group(base) in packed | fp8:
             yield Found(base, "is not quantized, but the modules fused with it are")
+    for base in subject.fp8:
+        if fused_group(base) in packed:
+            yield Found(base, "is FP8, but the modules fused with it are NVFP4")
+
+
+def fp8_part(subject: TargetSubject) -> Iterator[Found]:
+    for base, parts in subject.fp8.items():
+        yield from (Found(fault.name, fault.what) for fault in FP8_PB_WO.faults(base, parts))
 
 
 def never_quantized(subject: TargetSubject) -> Iterator[Found]:
@@ -226,8 +234,8 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K406",
         "fused-part-unpacked",
         "error",
-        "Engines fuse these modules into one, but only some of them are NVFP4. No such fused layer exists.",
-        fix="Quantize all of q_a/kv_a, of q/k/v or of gate/up, or none.",
+        "Engines fuse these modules into one, but they are not all NVFP4, or all FP8. No such fused layer exists.",
+        fix="Quantize all of q_a/kv_a, of q/k/v or of gate/up in one form, or none.",
         seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py#L187-L222",
         check=fused_part_unpacked,
     ),
@@ -283,6 +291,26 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         engines=concerned("K412"),
         seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/deepseek_nextn.py#L75-L79",
         check=mtp_quantized,
+    ),
+    Rule(
+        "K413",
+        "fp8-part",
+        "error",
+        "An FP8 module beside NVFP4 lacks its weight_scale, or that is not one float32 for each block of 128 by 128.",
+        fix=AGAIN,
+        seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py#L2221-L2255",
+        check=fp8_part,
+    ),
+    Rule(
+        "K414",
+        "fp8-blocks-unread",
+        "warning",
+        "Modules are FP8 in ModelOpt's blocks. SGLang looks for their scales as weight_scale_inv with two dims, and"
+        " ModelOpt writes weight_scale with four. kconv knows vLLM to read them.",
+        fix="For SGLang, quantize again with a recipe without fp8. For vLLM alone, validate with --for vllm.",
+        engines=concerned("K414"),
+        seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/layers/quantization/modelopt_quant.py#L934-L942",
+        check=lambda s: _first(list(s.fp8), "is FP8 in blocks"),
     ),
     Rule(
         "K440",

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ...checkpoint.formats import CONFIG_KEY, NVFP4, SIDE_FILE
+from ...checkpoint.formats import CONFIG_KEY, FP8_PB_WO, NVFP4, NVFP4_MIXED, NVFP4_PACKED, SIDE_FILE, experts_of
+from ...errors import SourceFormatUnknown
 from ...rule import Found, Rule
 from ...targets.mtp import mtp_faults
 from .subject import concerned
-from .target import LAYER, OWN_LAYER, Excludes, TargetSubject, bare, entries_of
+from .target import LAYER, OWN_LAYER, TargetSubject, bare, entries_of
 
 MODELOPT = "https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py"
 
@@ -24,13 +26,14 @@ def stale_text_block(subject: TargetSubject) -> Iterator[Found]:
 
 
 def algorithm_unknown(subject: TargetSubject) -> Iterator[Found]:
-    if not subject.modelopt:
+    if subject.packed and not subject.modelopt:
+        yield from _packed_unknown(subject.root_block or subject.text_block)
         return
     for where, block in (("config.json", subject.root_block), (SIDE_FILE, subject.side)):
-        if not block:
+        if not block or not subject.modelopt:
             continue
         algorithm, method = block.get("quant_algo"), block.get("quant_method", "modelopt")
-        if algorithm not in NVFP4.algorithms:
+        if algorithm not in (*NVFP4.algorithms, NVFP4_MIXED.algorithm):
             yield Found(f"{where}: quant_algo", f"is {algorithm!r}")
         if where == "config.json" and not str(method).startswith(("modelopt", "nvfp4")):
             yield Found(f"{where}: quant_method", f"is {method!r}")
@@ -39,8 +42,24 @@ def algorithm_unknown(subject: TargetSubject) -> Iterator[Found]:
                 yield Found(f"{where}: group_size", f"is {size!r}, but NVFP4 has groups of {NVFP4.group}")
 
 
+def _packed_unknown(block: Mapping[str, Any]) -> Iterator[Found]:
+    if block and block.get("quant_method") != NVFP4_PACKED.method:
+        yield Found("config.json: quant_method", f"is {block.get('quant_method')!r}")
+    elif block:
+        try:
+            known = NVFP4_PACKED.from_config(block, "config.json")
+        except SourceFormatUnknown as fault:
+            yield Found(f"config.json: {CONFIG_KEY}.config_groups", fault.what)
+        else:
+            if known is None:
+                yield Found(f"config.json: {CONFIG_KEY}.format", f"is {block.get('format')!r}")
+
+
 def side_file_differs(subject: TargetSubject) -> Iterator[Found]:
     one, other = subject.root_block, subject.side
+    if other and subject.packed and not subject.modelopt:
+        yield Found(SIDE_FILE, f"says {other.get('quant_algo')!r}, but the tensors are in compressed-tensors' form")
+        return
     if not one or not other:
         return
     if one.get("quant_algo") != other.get("quant_algo"):
@@ -54,18 +73,40 @@ def side_file_differs(subject: TargetSubject) -> Iterator[Found]:
             f"{SIDE_FILE}: exclude_modules",
             f"{len(mine ^ its)} entries are in only one of the two files, e.g. {entry!r}",
         )
+    stated, others = (NVFP4_MIXED.stated(block) for block in (one, other))
+    if unequal := {module for module, _ in stated.items() ^ others.items()}:
+        yield Found(
+            f"{SIDE_FILE}: {NVFP4_MIXED.key}", f"{len(unequal)} modules are stated otherwise, e.g. {min(unequal)}"
+        )
     if _kv(one) != _kv(other):
         yield Found(f"{SIDE_FILE}: kv_cache_quant_algo", f"is {_kv(other)}, but {_kv(one)} in config.json")
 
 
+def layers_misstated(subject: TargetSubject) -> Iterator[Found]:
+    if subject.format != NVFP4_MIXED:
+        return
+    stated, where = subject.layers, f"config.json: {CONFIG_KEY}.{NVFP4_MIXED.key}"
+    used: set[str] = set()
+    for modules, allowed in ((subject.packed, NVFP4.algorithms), (subject.fp8, (FP8_PB_WO.name,))):
+        for module in modules:
+            # A layer's routed experts have one name together, or one each.
+            names = [name for name in (bare(module), bare(experts_of(module))) if name in stated]
+            used.update(names)
+            if not any(stated[name] in allowed for name in names):
+                said = f"says {stated[names[0]]} of it" if names else "does not name it"
+                yield Found(module, f"is {allowed[0]}, but {NVFP4_MIXED.key} {said}")
+    for name in sorted(stated.keys() - used):
+        yield Found(where, f"{name} is {stated[name]}, but no such module is stored")
+
+
 def kv_scheme_unknown(subject: TargetSubject) -> Iterator[Found]:
     for where, block in ((f"config.json: {CONFIG_KEY}", subject.root_block), (SIDE_FILE, subject.side)):
-        if subject.modelopt and _kv(block) not in ("FP8", "none"):
+        if subject.packed and _kv(block) not in ("FP8", "none"):
             yield Found(where, f"the KV cache's scheme is {_kv(block)}")
 
 
 def kv_scales_unstated(subject: TargetSubject) -> Iterator[Found]:
-    if subject.modelopt and _kv(subject.block) == "none":
+    if subject.packed and _kv(subject.block) == "none":
         names = [name for name in subject.tensors if name.endswith((".k_scale", ".v_scale"))]
         if names:
             yield Found(names[0], f"one of {len(names)} scales of the KV cache")
@@ -91,12 +132,14 @@ def mtp_missing(subject: TargetSubject) -> Iterator[Found]:
 
 
 def mtp_not_excluded(subject: TargetSubject) -> Iterator[Found]:
-    if not subject.modelopt or not subject.block:
+    if not subject.packed or not subject.block:
         return
     for root, packed in subject.mtp.items():
         # vLLM drops entries that start with "mtp." when it renames the target's modules, and looks for
         # shared_head.head as head.
-        entries = Excludes(tuple(entry for entry in subject.excludes.entries if not entry.startswith("mtp.")))
+        entries = replace(
+            subject.excludes, entries=tuple(e for e in subject.excludes.entries if not e.startswith("mtp."))
+        )
         asked = [f"{root}.head"] if packed else [f"{root}.head", f"{root}.layers.0.mlp", f"{root}.self_attn.o_proj"]
         lacking = [name for name in asked if entries.covering(name) is None]
         if lacking:
@@ -127,7 +170,7 @@ IGNORE = "Write each module's full name, or each layer's part followed by *, e.g
 
 
 def unquantized_not_excluded(subject: TargetSubject) -> Iterator[Found]:
-    if subject.modelopt and subject.block:
+    if subject.packed and subject.block:
         for module in subject.plain:
             if subject.covered[module] is None:
                 yield Found(module, "is not quantized, but no entry of ignore covers it")
@@ -136,7 +179,7 @@ def unquantized_not_excluded(subject: TargetSubject) -> Iterator[Found]:
 def packed_but_excluded(subject: TargetSubject) -> Iterator[Found]:
     for module, entry in _packed_and_covered(subject):
         if not _collides(entry, module):
-            yield Found(module, f"is NVFP4, but {entry!r} covers it")
+            yield Found(module, f"is quantized, but {entry!r} covers it")
 
 
 def exclude_collision(subject: TargetSubject) -> Iterator[Found]:
@@ -144,7 +187,7 @@ def exclude_collision(subject: TargetSubject) -> Iterator[Found]:
     for module, entry in _packed_and_covered(subject):
         if _collides(entry, module) and entry not in told:
             told.add(entry)
-            yield Found(f"config.json: {CONFIG_KEY}.ignore", f"{entry!r} covers {module}, which is NVFP4")
+            yield Found(f"config.json: {CONFIG_KEY}.ignore", f"{entry!r} covers {module}, which is quantized")
 
 
 def exclude_kv_b_proj(subject: TargetSubject) -> Iterator[Found]:
@@ -165,7 +208,7 @@ def exclude_part_of_name(subject: TargetSubject) -> Iterator[Found]:
 
 
 def _packed_and_covered(subject: TargetSubject) -> Iterator[tuple[str, str]]:
-    for module in subject.modelopt:
+    for module in (*subject.packed, *subject.fp8):
         entry = subject.covered[module]
         if entry is not None:
             yield module, entry
@@ -173,7 +216,9 @@ def _packed_and_covered(subject: TargetSubject) -> Iterator[tuple[str, str]]:
 
 def _collides(entry: str, module: str) -> bool:
     """Return whether an entry ends in a layer's number, but the module belongs to another layer."""
-    meant, own = re.search(r"layers\.(\d+)\*?$", entry), LAYER.search(module)
+    # A regular expression of compressed-tensors' form ends in `.*` for the `*` of ModelOpt's.
+    name = entry.removesuffix(".*").replace("\\", "") if entry.startswith("re:") else entry
+    meant, own = re.search(r"layers\.(\d+)\*?$", name), LAYER.search(module)
     return bool(meant and own and meant[1] != own[1])
 
 
@@ -198,7 +243,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "The config says NVFP4, but no tensor is packed. Engines look for scales that do not exist.",
         fix="Remove quantization_config and hf_quant_config.json. They belong to another export.",
         check=lambda s: (
-            [Found(f"config.json: {CONFIG_KEY}", f"says {s.block.get('quant_algo')}")]
+            [Found(f"config.json: {CONFIG_KEY}", f"says {s.block.get('quant_algo') or s.block.get('format')}")]
             if s.is_nvfp4 and not s.packed
             else ()
         ),
@@ -216,8 +261,9 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K423",
         "algorithm-unknown",
         "error",
-        "The weights are NVFP4, but the config names another method, algorithm or group size.",
-        fix='Write quant_method "modelopt", quant_algo "NVFP4" or "W4A16_NVFP4", and groups of 16.',
+        "The weights are NVFP4, but the config names another method, algorithm, format or group size.",
+        fix='Write quant_method "modelopt", quant_algo "NVFP4", "W4A16_NVFP4" or "MIXED_PRECISION", and groups of 16.'
+        " kconv quantize writes each form's config.",
         seen_in=f"{MODELOPT}#L793-L824",
         check=algorithm_unknown,
     ),
@@ -227,7 +273,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "error",
         "hf_quant_config.json and quantization_config in config.json differ. TensorRT-LLM reads the former,"
         " vLLM the latter.",
-        fix="Write both from one recipe. kconv quantize does.",
+        fix="Write both from one recipe, as kconv quantize does. Beside compressed-tensors' form there is no former.",
         check=side_file_differs,
     ),
     Rule(
@@ -340,12 +386,22 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K436",
         "compressed-tensors-form",
         "warning",
-        "The target is NVFP4 in compressed-tensors' form. kconv knows only vLLM and SGLang to read it, and does not"
-        " check which modules its ignore list covers.",
+        "The target is NVFP4 in compressed-tensors' form. kconv knows only vLLM and SGLang to read it.",
         fix="For TensorRT-LLM, quantize again with format: modelopt in the recipe.",
         engines=concerned("K436"),
         check=lambda s: (
             [Found(f"config.json: {CONFIG_KEY}.format", f"is {s.format.form}")] if s.packed and not s.modelopt else ()
         ),
+    ),
+    Rule(
+        "K437",
+        "layers-misstated",
+        "error",
+        "quantized_layers and the stored modules differ. vLLM builds a module that is not named as unquantized, and"
+        " reads packed bytes as weights.",
+        fix="Name each quantized module with its algorithm, a layer's routed experts as one, e.g."
+        " model.layers.1.mlp.experts. kconv quantize does.",
+        seen_in=f"{MODELOPT}#L1717-L1794",
+        check=layers_misstated,
     ),
 )

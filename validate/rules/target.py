@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import translate
 from functools import cached_property
 from typing import Any
 
 from ...checkpoint.folder import read_json
-from ...checkpoint.formats import CONFIG_KEY, NVFP4, NVFP4_PACKED, SIDE_FILE, Nvfp4, PartFault
+from ...checkpoint.formats import (
+    CONFIG_KEY,
+    FP8_PB_WO,
+    NVFP4,
+    NVFP4_MIXED,
+    NVFP4_PACKED,
+    SIDE_FILE,
+    Nvfp4,
+    PartFault,
+)
 from ...checkpoint.header import TensorInfo
 from ...errors import KconvError
 from ...targets.mtp import mtp_root, mtp_roots
@@ -63,6 +73,34 @@ class Excludes:
         return re.compile("|".join(f"(?:{translate(bare(e))})|(?:{translate(e)})" for e in self.entries))
 
 
+@dataclass(frozen=True)
+class PackedExcludes(Excludes):
+    """The entries of `ignore` in compressed-tensors' form: whole names, and regular expressions after `re:`.
+
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/utils/config_utils.py#L392-L412
+    """
+
+    def covering(self, module: str) -> str | None:
+        """See `Excludes.covering`."""
+        names = (module, bare(module))
+        if found := self._exact.get(bare(module)):
+            return found
+        return next((entry for entry, read in self._read.items() if any(map(read.match, names))), None)
+
+    @cached_property
+    def _exact(self) -> Mapping[str, str]:
+        return {bare(entry): entry for entry in self.entries if not entry.startswith("re:")}
+
+    @cached_property
+    def _read(self) -> Mapping[str, re.Pattern[str]]:
+        found = {}
+        for entry in self.entries:
+            # vLLM stops at an expression that is none.
+            with suppress(re.error):
+                found |= {entry: re.compile(entry[3:])} if entry.startswith("re:") else {}
+        return found
+
+
 def _reading(entry: str) -> str:
     entry = bare(entry)
     # For a wrapped model, the mapper turns "x*" into "x" and "x.*", and "x" then matches as a part of a name.
@@ -109,10 +147,14 @@ class TargetSubject(Subject):
         """The block that vLLM uses: the config's own, of the root or of the text model, else the side file's."""
         return self.root_block or self.text_block or self.side
 
-    @property
+    @cached_property
     def format(self) -> Nvfp4:
-        """The form of NVFP4 that its config states; without one ModelOpt's."""
-        return NVFP4_PACKED if self.block.get("format") == NVFP4_PACKED.form else NVFP4
+        """The form of NVFP4 that its config states, or else its tensors have; without either ModelOpt's."""
+        if self.block.get("format") == NVFP4_PACKED.form or any(
+            name.endswith(f".{NVFP4_PACKED.mark}") for name in self.tensors
+        ):
+            return NVFP4_PACKED
+        return NVFP4_MIXED if self.block.get("quant_algo") == NVFP4_MIXED.algorithm else NVFP4
 
     @cached_property
     def modules(self) -> Mapping[str, Mapping[str, TensorInfo]]:
@@ -144,8 +186,28 @@ class TargetSubject(Subject):
 
     @property
     def modelopt(self) -> Mapping[str, Mapping[str, TensorInfo]]:
-        """Those of a target in ModelOpt's form, whose config and excludes the rules know."""
-        return self.packed if self.format == NVFP4 else {}
+        """Those of a target in ModelOpt's form."""
+        return {} if self.format == NVFP4_PACKED else self.packed
+
+    @cached_property
+    def fp8(self) -> Mapping[str, Mapping[str, TensorInfo]]:
+        """The FP8 modules of ModelOpt's mixed form: their tensors by suffix."""
+        values = FP8_PB_WO.tensors[FP8_PB_WO.values].dtype
+        bases = (name.removesuffix(f".{FP8_PB_WO.values}") for name, i in self.tensors.items() if i.dtype == values)
+        return {
+            base: {
+                suffix: self.tensors[f"{base}.{suffix}"]
+                for suffix in FP8_PB_WO.tensors
+                if f"{base}.{suffix}" in self.tensors
+            }
+            for base in bases
+            if self.format == NVFP4_MIXED and f"{base}.{FP8_PB_WO.values}" in self.tensors
+        }
+
+    @property
+    def layers(self) -> Mapping[str, str]:
+        """The algorithm that ModelOpt's mixed form states for each module, by its bare name."""
+        return {bare(name): said for name, said in NVFP4_MIXED.stated(self.block).items()}
 
     @cached_property
     def faults(self) -> tuple[PartFault, ...]:
@@ -186,8 +248,8 @@ class TargetSubject(Subject):
     @property
     def is_nvfp4(self) -> bool:
         """Whether its tensors or its config say that it is quantized."""
-        stated = NVFP4.name in str(self.block.get("quant_algo")) or self.format == NVFP4_PACKED
-        return stated or bool(self.packed)
+        stated = (self.block.get("quant_algo"), *NVFP4_MIXED.stated(self.block).values())
+        return bool(self.packed) or self.format == NVFP4_PACKED or any(NVFP4.name in str(one) for one in stated)
 
     @property
     def weight_only(self) -> bool:
@@ -199,11 +261,11 @@ class TargetSubject(Subject):
     @cached_property
     def excludes(self) -> Excludes:
         """The entries of the block that vLLM uses."""
-        return Excludes(entries_of(self.block))
+        return (PackedExcludes if self.format == NVFP4_PACKED else Excludes)(entries_of(self.block))
 
     def cover(self, modules: Iterable[str]) -> Mapping[str, str | None]:
         """Return the entry that covers each module; a layer's experts are looked up once."""
-        one_by_one = any("experts." in entry and re.search(r"experts\.\d", entry) for entry in self.excludes.entries)
+        one_by_one = any(re.search(r"experts\\?\.(?!\*)", entry) for entry in self.excludes.entries)
         known: dict[str, str | None] = {}
         found = {}
         for module in modules:
@@ -216,7 +278,7 @@ class TargetSubject(Subject):
     @cached_property
     def covered(self) -> Mapping[str, str | None]:
         """The entry that covers each linear layer."""
-        return self.cover([*self.packed, *self.plain])
+        return self.cover([*self.packed, *self.fp8, *self.plain])
 
 
 def entries_of(block: Mapping[str, Any]) -> tuple[str, ...]:
