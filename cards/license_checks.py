@@ -17,7 +17,7 @@ from ..errors import KconvError
 from ..escape import code
 from ..rule import Found, Rule
 from ..validate.report import SEVERITIES, Finding
-from .evidence import Evidence, cell
+from .evidence import Evidence, cell, portable
 from .facts import Facts
 from .front_matter import CARD, FrontMatter, read_card, read_front_matter, source_head
 from .licenses import (
@@ -194,7 +194,7 @@ def _changes(folder: LicensedFolder) -> Iterator[Found]:
     manifest = folder.manifest
     if manifest is None:
         return
-    for what in (f"kconv {manifest.kconv}", manifest.source, MANIFEST):
+    for what in (f"kconv {manifest.kconv}", portable(manifest.source), MANIFEST):
         if not any(form in folder.card for form in (what, code(what), cell(what))):
             yield Found(CARD, f"it does not say that the files were changed: {what} is not named")
 

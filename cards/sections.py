@@ -18,7 +18,7 @@ from ..escape import block, code
 from ..measure.figures import AcceptanceFigures
 from ..validate.report import Report
 from . import target_card
-from .evidence import Evidence, Said, cell
+from .evidence import Evidence, Said, cell, portable
 from .facts import NOT_OURS, SUBCARDS
 from .licenses import attribution_in
 
@@ -137,8 +137,8 @@ def changed(manifest: Manifest | None) -> str:
     if manifest is None:
         return ""
     return (
-        f"Modified: kconv {manifest.kconv} wrote these files from {manifest.source} ({manifest.source_layout} layout); "
-        f"{MANIFEST} lists each tensor with its digests."
+        f"Modified: kconv {manifest.kconv} wrote these files from {portable(manifest.source)} "
+        f"({manifest.source_layout} layout); {MANIFEST} lists each tensor with its digests."
     )
 
 
@@ -193,7 +193,7 @@ def _templates() -> Environment:
     environment = Environment(
         loader=PackageLoader("kconv.cards", "templates"), undefined=StrictUndefined, keep_trailing_newline=True
     )
-    environment.filters |= {"cell": cell, "code": code, "block": block}
+    environment.filters |= {"cell": cell, "code": code, "block": block, "portable": portable}
     environment.filters["dense"] = lambda text: "\n".join(line for line in text.split("\n") if line.strip())
     return environment
 

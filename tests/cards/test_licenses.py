@@ -274,6 +274,15 @@ def test_trained_and_copied_parameters_stand_apart(output):
     assert "covers the 3,072 parameters copied from it" in text
 
 
+def test_card_and_notice_name_a_folder_without_the_path_that_leads_to_it(output, tmp_path):
+    local = f"{tmp_path}/models/my-head"
+    write_manifest(output, read_manifest(output).model_copy(update={"source": local}))
+    texts = make(output, LICENSE=NVIDIA).read_text(), (output / "NOTICE").read_text()
+    assert "| converted from | `my-head` (" in texts[0] and "from my-head (" in texts[1]
+    assert str(tmp_path) not in "".join(texts)
+    assert "files were changed" not in str([one.message for one in check_folder(output)])
+
+
 def test_nothing_is_changed_in_a_head_that_kconv_did_not_make(tmp_path):
     facts = replace_name(FACTS)
     evidence = gather(tmp_path, None, facts)
