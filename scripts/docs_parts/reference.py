@@ -24,7 +24,7 @@ from docs_parts import agents
 from docs_parts.layouts import layouts
 from docs_parts.models import attributes, default_of, schema_files, schemas
 from docs_parts.published import published
-from docs_parts.support import in_short, support
+from docs_parts.support import as_json, in_short, support
 from pydantic_core import PydanticUndefined
 from support.faults import FAULTS
 from support.good_heads import GOOD
@@ -294,7 +294,7 @@ def make() -> dict[Path, str]:
         DOCS / "reference" / name: "\n".join([f"# {title}", "", MADE, "", *lines()]) + "\n"
         for name, (title, lines) in PAGES.items()
     }
-    made = {DOCS / name: text for name, text in schema_files().items()}
+    made = {DOCS / name: text for name, text in schema_files().items()} | {DOCS / "support.json": as_json()}
     with_page = [engine for engine in engines() if (DOCS / "engines" / f"{engine.name}.md").exists()]
     made |= {DOCS / "engines" / f"{engine.name}.md": engine_page(engine) for engine in with_page}
     validating = DOCS / "validate.md"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -143,7 +144,8 @@ def support() -> Iterator[str]:
     yield f"{COLORS[RUN]} ran: a test served this form of head for these targets in the engine, and its drafts were"
     yield f"kconv's own. {COLORS[CODE]} code: kconv follows the engine's code; nobody ran it. {COLORS['']} no: kconv"
     yield "refuses it by the linked rule. Targets are `model_type`s of text models; each Kimi-K2.x is `kimi_k2`. The"
-    yield "[last table](#how-each-engine-captures-from-a-target) has each engine's targets."
+    yield "[last table](#how-each-engine-captures-from-a-target) has each engine's targets. [The same as"
+    yield "JSON](../support.json)."
     yield from ("", "## Forms of Eagle3 heads", "")
     for kind in ("GQA", "MLA"):
         names = [name for name in FORMS if is_mla(FORMS[name].spec) is (kind == "MLA")]
@@ -165,6 +167,20 @@ def support() -> Iterator[str]:
     for kind in model_types():
         kinds.setdefault(tuple(_listed(one, kind) for one in engines()), []).append(f"`{kind}`")
     yield from table(("target", *(one.title for one in engines())), [(", ".join(k), *c) for c, k in kinds.items()])
+
+
+def as_json() -> str:
+    """Return what is known of each form of Eagle3 heads, in each engine, for each target."""
+    words = {RUN: "ran", CODE: "code", UNKNOWN: "unknown"}
+    rows: list[dict[str, object]] = []
+    for engine in engines():
+        for name in FORMS:
+            for kind in model_types():
+                known = cell(engine, name, kind)
+                refused = [] if known in words else known.split(", ")
+                rows.append({"engine": engine.name, "release": engine.release, "head": name, "target": kind,
+                             "known": words.get(known, "refused"), "rules": refused})  # fmt: skip
+    return "[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n"
 
 
 def _code(names: Iterable[str]) -> str:
