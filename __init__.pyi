@@ -72,7 +72,7 @@ def inspect(
     Args:
         head: The head: a folder, a Hub id or its URL.
         from_: Layout of HEAD; detected by default.
-        captured: The captured layers, as 0-based outputs, e.g. 1,29,57.
+        captured: The captured (auxiliary hidden-state) layers, as 0-based outputs, e.g. 1,29,57.
         captured_are: Whether the config lists outputs or inputs.
         rope_theta: RoPE base, if the config omits it.
         layers: Decoder layers of the head, if the config states the target's.
@@ -148,7 +148,7 @@ def vocab(
         head: The head: a folder or a Hub id.
         out: The folder to write, if the vocabulary changes.
         from_: Layout of HEAD; detected by default.
-        captured: The captured layers, as 0-based outputs, e.g. 1,29,57.
+        captured: The captured (auxiliary hidden-state) layers, as 0-based outputs, e.g. 1,29,57.
         captured_are: Whether the config lists outputs or inputs.
         rope_theta: RoPE base, if the config omits it.
         layers: Decoder layers of the head, if the config states the target's.
@@ -210,7 +210,7 @@ def convert(
         head: The head to convert: a folder or a hub id.
         out: The folder to write; it must not exist.
         from_: Layout of HEAD; detected by default.
-        captured: The captured layers, as 0-based outputs, e.g. 1,29,57.
+        captured: The captured (auxiliary hidden-state) layers, as 0-based outputs, e.g. 1,29,57.
         captured_are: Whether the config lists outputs or inputs.
         rope_theta: RoPE base, if the config omits it.
         layers: Decoder layers of the head, if the config states the target's.
@@ -291,7 +291,7 @@ def validate(
     Args:
         head: A head or a target: a folder or a Hub id.
         from_: Layout of HEAD; detected by default.
-        captured: The captured layers, as 0-based outputs, e.g. 1,29,57.
+        captured: The captured (auxiliary hidden-state) layers, as 0-based outputs, e.g. 1,29,57.
         captured_are: Whether the config lists outputs or inputs.
         rope_theta: RoPE base, if the config omits it.
         layers: Decoder layers of the head, if the config states the target's.
@@ -370,7 +370,7 @@ def bench(
 
     Args:
         from_: Layout of HEAD; detected by default.
-        captured: The captured layers, as 0-based outputs, e.g. 1,29,57.
+        captured: The captured (auxiliary hidden-state) layers, as 0-based outputs, e.g. 1,29,57.
         captured_are: Whether the config lists outputs or inputs.
         rope_theta: RoPE base, if the config omits it.
         layers: Decoder layers of the head, if the config states the target's.
@@ -748,7 +748,7 @@ def quantize_head(
         head: The head: a folder or a Hub id.
         out: The folder to write; it must not exist.
         from_: Layout of HEAD; detected by default.
-        captured: The captured layers, as 0-based outputs, e.g. 1,29,57.
+        captured: The captured (auxiliary hidden-state) layers, as 0-based outputs, e.g. 1,29,57.
         captured_are: Whether the config lists outputs or inputs.
         rope_theta: RoPE base, if the config omits it.
         layers: Decoder layers of the head, if the config states the target's.
