@@ -120,10 +120,10 @@ def load_suite(
     else:
         if revision:
             raise SuiteInvalid("a file has no revision", where=name, fix="Remove --revision.")
-        if not Path(name).exists() and (close := get_close_matches(name.lower(), SUITES, n=1)):
-            raise SuiteInvalid(
-                f"there is no suite and no file {name}", where="--suite", fix=f"Did you mean {close[0]}?"
-            )
+        if not Path(name).exists():
+            close = get_close_matches(name.lower(), SUITES, n=1)
+            fix = f"Did you mean {close[0]}?" if close else f"Use {', '.join(SUITES)}, or a JSONL file of prompts."
+            raise SuiteInvalid(f"there is no suite and no file {name}", where="--suite", fix=fix)
         prompts = read_prompts(Path(name))
         pinned = f"sha256:{file_digest(Path(name))}"
         known = next((suite for suite in SUITES.values() if suite.is_it(prompts)), None)

@@ -163,9 +163,9 @@ def place_sequences(
 def _refuse_few_placed(count: int, states: StatesFolder, *, held_out: bool) -> None:
     if count < FEWEST:
         raise TrainingDataInvalid(
-            f"the stored states give {count} rows {'for evaluation' if held_out else 'for training'}",
+            f"the stored states give {count} rows for {'evaluation' if held_out else 'training'}, fewer than {FEWEST}",
             where=states.folder,
-            fix="Create states of more prompts.",
+            fix="Create states of more text, or set a smaller seq (--set seq=N).",
         )
 
 

@@ -239,6 +239,8 @@ MISTAKES: list[tuple[str, str, int, tuple[str, ...]]] = [
     ("prompts with a comma", "calibrate target out.json --prompts comma.jsonl", 1, ("comma.jsonl:2", "column 17")),
     ("an unknown rule", "validate head --explain K999", 1, ("K999", "--explain all")),
     ("a suite that is none", "bench --head head --target target --suite mtbench --out a.json", 1, ("mtbench",)),
+    ("another suite", "bench --head head --target target --suite humaneval --out a.json", 1,
+     ("there is no suite and no file humaneval", "mt-bench")),
     ("a bench of nothing", "bench --head head --suite prompts.jsonl --out a.json", 2, ("--url", "--target")),
     ("a category that is none", "bench --head head --target wide --suite prompts.jsonl --categories b --out a.json", 1,
      ("prompts.jsonl", "category b", "categories are a")),
