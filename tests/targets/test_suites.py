@@ -13,7 +13,7 @@ import pytest
 from pyarrow import parquet
 from support.hub import hub
 
-from kconv.errors import HubRefused, MissingExtra, PromptsInvalid, SuiteInvalid
+from kconv.errors import HubRefused, MissingExtra, SuiteInvalid
 from kconv.targets.prompts import digest_prompts, read_prompts
 from kconv.targets.suites import PLACEHOLDER, SUITES, load_suite
 
@@ -91,8 +91,9 @@ def test_a_file_has_no_revision(tmp_path):
 
 
 def test_a_file_that_is_not_there_is_named():
-    with pytest.raises(PromptsInvalid):
+    with pytest.raises(SuiteInvalid, match=r"there is no suite and no file nowhere\.jsonl") as fault:
         load_suite("nowhere.jsonl")
+    assert fault.value.fix == "Use mt-bench, speed-bench, or a JSONL file of prompts."
 
 
 def test_mt_bench_comes_from_the_hub_at_a_commit(hub):
