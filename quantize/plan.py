@@ -160,6 +160,7 @@ def plan_quantize(
     source: Checkpoint, config: TargetConfig, recipe: Recipe, inputs: InputScales, *, shard: int = SHARD
 ) -> QuantizePlan:
     """Decide what becomes of each tensor; an output file has about `shard` bytes."""
+    _refuse_other_mxfp4(source)
     format_ = read_format(source, config)
     if isinstance(format_, Nvfp4):
         raise RecipeInvalid(
@@ -178,7 +179,7 @@ def plan_quantize(
             where=source.folder,
             fix="Fetch the target's MTP layers, or set the key that promises them to 0 in config.json.",
         )
-    _refuse_fused_experts(stored)
+    _refuse_fused_experts(stored, config)
     linear = {n.removesuffix(".weight"): w for n, w in stored.items() if _is_linear(n, w)}
     chosen = _choose(linear, config, recipe)
     for weight in chosen.values():
@@ -192,15 +193,37 @@ def plan_quantize(
     return QuantizePlan(source, config, form, recipe, inputs, units, tuple(linear))
 
 
-def _refuse_fused_experts(stored: dict[str, StoredWeight]) -> None:
+# gpt-oss's experts, which ModelOpt exports in NVFP4 as `experts.gate_up_proj` with `experts.gate_up_proj_weight_scale`:
+# vLLM has no parameter for that name, and skips it; TensorRT-LLM takes gate_up_proj for bf16, and SGLang as vLLM.
+# https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/gpt_oss.py#L1417-L1444
+# https://github.com/NVIDIA/TensorRT-LLM/blob/050b6cb92871a4ed73486c5e5a573d4198d1a6d9/tensorrt_llm/_torch/models/modeling_gpt_oss.py
+GPT_OSS = (
+    "gpt-oss's experts, all of a layer in one tensor; no engine reads them in NVFP4 as ModelOpt exports them: vLLM"
+    " skips their scales",
+    "Serve it in its own MXFP4, which vLLM, SGLang and TensorRT-LLM read.",
+)
+DEEPSEEK_V4 = (
+    "DeepSeek-V4's MXFP4 and FP8 under its own names, which kconv does not read",
+    "Use ModelOpt's examples/deepseek/deepseek_v4/quantize_to_nvfp4.py with --cast_mxfp4_to_nvfp4.",
+)
+
+
+def _refuse_other_mxfp4(source: Checkpoint) -> None:
+    """Refuse the two published forms of MXFP4 that are not compressed-tensors'."""
+    for name, info in source.tensors.items():
+        of_deepseek = name.endswith(".scale") and info.dtype == "F8_E8M0"
+        if found := GPT_OSS if name.endswith("_proj_blocks") else DEEPSEEK_V4 if of_deepseek else None:
+            raise TargetInvalid(f"{name} is a part of {found[0]}", where=info.file, fix=found[1])
+
+
+def _refuse_fused_experts(stored: dict[str, StoredWeight], config: TargetConfig) -> None:
     """Refuse experts that share tensors, as gpt-oss and Llama 4 store them: engines want each one's packed apart."""
     fused = next((w for n, w in stored.items() if "experts" in n.split(".") and len(w.shape) > 2), None)
     if fused is not None:
-        raise TargetInvalid(
-            f"{fused.name} is {list(fused.shape)}, all experts of a layer in one tensor, which kconv cannot pack",
-            where=fused.infos[0].file,
-            fix="Use ModelOpt's own scripts, which pack each expert by itself.",
-        )
+        what = "all experts of a layer in one tensor, which kconv cannot pack"
+        fix = "Use ModelOpt's own scripts, which pack each expert by itself."
+        what, fix = GPT_OSS if config.model_type == "gpt_oss" else (what, fix)
+        raise TargetInvalid(f"{fused.name} is {list(fused.shape)}, {what}", where=fused.infos[0].file, fix=fix)
 
 
 def _is_linear(name: str, weight: StoredWeight) -> bool:

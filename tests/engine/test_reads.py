@@ -9,7 +9,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from modelopt.torch.quantization.utils import quantizer_attr_names
 
+from kconv.checkpoint.formats import NVFP4
 from kconv.drafters.spec import Gqa, Mla, Rope, Yarn
 from kconv.engines.config import write_rope
 from kconv.engines.vllm import ENGINE, ENVIRONMENT
@@ -23,6 +25,8 @@ MODULES = {Gqa: "vllm.model_executor.models.llama_eagle3", Mla: "vllm.model_exec
 QWEN3 = {"Eagle3Qwen3ForCausalLM", "Qwen3ForCausalLM"}
 # The first two stand in vLLM's registry, and it puts Eagle3 before them; the third, speculators', does not stand there.
 NOT_FOUND = ("PEagleDraftModel", "PeagleLlamaForCausalLM", "Eagle3DraftModel")
+EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
+SCALE = f"gate_up_proj_{NVFP4.scale}"
 YARNS = (Yarn(32.0, 2048), Yarn(64.0, 4096, mscale=1.0, mscale_all_dim=1.0), Yarn(512 / 48, 48))
 LENGTHS = (4096, 262144)
 
@@ -35,6 +39,7 @@ def read(engine_python: Path, tmp_path_factory) -> dict:
     ropes += [rope | {"rope_type": "deepseek_yarn"} for rope in ropes if rope["rope_type"] == "yarn"]
     request = {
         "names": [*itertools.chain(*CLASSES.values()), *NOT_FOUND],
+        "gpt_oss": [f"{EXPERTS}{end}" for end in ("_blocks", "_scales", "", f"_{NVFP4.scale}")],
         "angles": [{"rows": length, "rope": rope} for length in LENGTHS for rope in ropes],
     }
     (folder / "request.json").write_text(json.dumps(request))
@@ -58,3 +63,9 @@ def test_vllm_finds_no_class_of_a_name_that_the_rule_does_not_know(read: dict):
 def test_vllms_table_of_angles_is_as_long_as_asked_and_under_yarn_as_yarn_reaches(read: dict):
     reaches = [yarn.reach for yarn in YARNS]
     assert read["rows"] == [rows for length in LENGTHS for rows in (length, *reaches, *reaches)]
+
+
+def test_vllm_has_no_parameter_for_the_scales_of_gpt_oss_in_modelopts_nvfp4(read: dict):
+    found = list(read["gpt_oss"].values())
+    assert [name.rpartition(".")[2] for name in found] == ["w13_weight", "w13_weight_scale", "w13_weight", SCALE]
+    assert quantizer_attr_names("gate_up_proj").weight_scale == SCALE

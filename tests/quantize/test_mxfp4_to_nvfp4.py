@@ -14,12 +14,13 @@ from modelopt.torch.quantization.utils.numeric_utils import (
 )
 from safetensors.torch import load_file, save_file
 from support.quantized_targets import make_form, quantize_mxfp4
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.formats import MXFP4, NVFP4
 from kconv.checkpoint.header import read_header
 from kconv.checkpoint.manifest import verify
-from kconv.errors import RecipeInvalid, SourceFormatUnknown, TensorValue
+from kconv.errors import RecipeInvalid, SourceFormatUnknown, TargetInvalid, TensorValue
 from kconv.measure.figures import NoiseFigures
 from kconv.quantize.calibration import data_free
 from kconv.quantize.mxfp4_to_nvfp4 import cast, scale_2_of
@@ -160,3 +161,41 @@ def test_the_form_is_compressed_tensors_own():
     tensors = quantize_mxfp4(weight)
     scheme = QuantizationScheme(targets=["Linear"], **MXFP4A16)
     assert torch.equal(MXFP4.unpack(tensors), MXFP4PackedCompressor.decompress(tensors, scheme)["weight"].bfloat16())
+
+
+def of_gpt_oss():
+    """gpt-oss's experts, as transformers reads them."""
+    blocks = torch.randint(0, 256, (4, 128, 2, 16), dtype=torch.uint8)
+    scales, name = torch.full((4, 128, 2), 120, dtype=torch.uint8), "model.layers.0.mlp.experts.gate_up_proj"
+    assert convert_moe_packed_tensors(blocks, scales).dim() == 3
+    return {f"{name}_blocks": blocks, f"{name}_scales": scales}, {"quant_method": "mxfp4"}
+
+
+def of_deepseek_v4():
+    """A routed expert as ModelOpt's script takes it.
+
+    https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/examples/deepseek/deepseek_v4/quantize_to_nvfp4.py
+    """
+    name = "layers.0.ffn.experts.0.w1"
+    scale = torch.full((64, 2), 1.0).to(torch.float8_e8m0fnu)
+    return {f"{name}.weight": torch.zeros(64, 32, dtype=torch.int8), f"{name}.scale": scale}, {
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    }
+
+
+@pytest.mark.parametrize(
+    "make, phrase",
+    [
+        (of_gpt_oss, "gate_up_proj_blocks is a part of gpt-oss's experts"),
+        (of_deepseek_v4, r"w1\.scale .*DeepSeek-V4's"),
+    ],
+)
+def test_mxfp4_that_is_not_cast_is_refused_by_name(make, phrase, source, tmp_path):
+    tensors, quantization = make()
+    config = source.config | {"quantization_config": quantization}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path)
+    with pytest.raises(TargetInvalid, match=phrase):
+        plan_quantize(checkpoint, parse_target_config(config), load_recipe("nvfp4-experts"), data_free())
