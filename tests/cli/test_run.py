@@ -80,7 +80,7 @@ def test_another_folder_and_left_out_steps(recipe, hub):
 
 def test_a_recipe_that_is_not_there_is_named(tmp_path):
     ran = CliRunner().invoke(main, ["run", str(tmp_path / "nowhere.yaml")])
-    assert ran.exit_code == 1 and "cannot be read" in ran.stderr
+    assert ran.exit_code == 1 and f"there is no file {tmp_path / 'nowhere.yaml'}" in ran.stderr
 
 
 def test_the_example_is_a_recipe_whose_plan_can_be_told(tmp_path):
