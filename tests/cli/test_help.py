@@ -49,6 +49,7 @@ FOREIGN = {
     "--speculative-eagle-topk --speculative-num-draft-tokens --speculative-num-steps --tp-size",
     "TensorRT-LLM": "--backend --config --tp_size --trust_remote_code",
     "torchrun": "--no-python --nproc-per-node",
+    "ModelOpt": "--cast_mxfp4_to_nvfp4",
     "git": "--always --dirty --exclude",
     "hf": "--local-dir --repo-type",
     "scripts/real": "--quick --work",
