@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import model_validator
 
-from ..lines import Line, Part, Result
+from ..lines import Line, Part, Result, counted
 from ..options import Name, argument, option
 from .base import Context, Operation
 from .publish import repository_in
@@ -58,14 +58,16 @@ class CardWritten(Result):
             yield from (f"{name}: {asked}" if asked else name for name, asked in self.missing.items())
             if self.missing:
                 count = len(self.missing)
-                yield Line(f"{count} facts are missing; kconv card --init writes a file for them", err=True)
+                yield Line(
+                    f"missing: {counted(count, 'fact')}; kconv card --init writes a file to state them", err=True
+                )
             return
         if self.file is not None:
             yield str(self.file)
         if self.started:
             return
         if self.unsaid:
-            yield Line(f"{self.unsaid} facts are missing; kconv card --missing lists them", err=True)
+            yield Line(f"missing: {counted(self.unsaid, 'fact')}; kconv card --missing lists what to state", err=True)
         said = [f"{one.severity} {one.rule} {one.where}: {one.message}\n  fix: {one.fix}" for one in self.findings]
         count = len(said)
         found = f"{count} finding{'s' * (count != 1)} about licenses and origins" if count else "license checks passed"

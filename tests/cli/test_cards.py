@@ -79,7 +79,7 @@ def test_what_is_missing_is_listed_and_nothing_written(head):
     result = run(head, "--style", "nvidia", "--missing")
     assert result.exit_code == 1
     assert "summary: what it is, in your own words" in result.stdout.splitlines()
-    assert "facts are missing; kconv card --init writes a file" in result.stderr
+    assert "facts; kconv card --init writes a file to state them" in result.stderr
     assert not (head / "README.md").exists()
 
 
@@ -96,7 +96,7 @@ def test_a_facts_file_is_started_with_what_the_manifest_knows(head, tmp_path):
 
 def test_a_written_card_says_how_much_it_lacks_and_is_written_again_with_force(head):
     result = run(head, "--style", "nvidia")
-    assert "facts are missing; kconv card --missing lists them" in result.stderr
+    assert "facts; kconv card --missing lists what to state" in result.stderr
     assert "already" in run(head, "--style", "nvidia").stderr
     assert (head / "README.md").write_text("mine") and run(head, "--force").stdout == f"{head / 'README.md'}\n"
     assert "mine" not in (head / "README.md").read_text()
