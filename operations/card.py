@@ -71,7 +71,7 @@ class CardWritten(Result):
         said = [f"{one.severity} {one.rule} {one.where}: {one.message}\n  fix: {one.fix}" for one in self.findings]
         count = len(said)
         found = f"{count} finding{'s' * (count != 1)} about licenses and origins" if count else "license checks passed"
-        yield from (Line(line, wraps=False, err=not self.checked) for line in (*said, f"{self.folder}: {found}"))
+        yield from (Line(line, err=not self.checked) for line in (*said, f"{self.folder}: {found}"))
 
 
 class Card(Operation):
