@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import click
 from click.core import ParameterSource
+from click.types import FloatParamType, IntParamType
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
@@ -223,18 +224,19 @@ class Option(click.Option):
 class InWords:
     """A range of numbers, in words in help and in errors."""
 
+    number: Any
     min: Any
     max: Any
     min_open: bool
     max_open: bool
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        try:
-            return super().convert(value, param, ctx)  # pyright: ignore[reportAttributeAccessIssue]
-        except click.BadParameter as error:
-            if " in the range " in error.message:  # click's, in front of the range
-                self.fail(f"{value} is not {self._describe_range()}.", param, ctx)  # pyright: ignore[reportAttributeAccessIssue]
-            raise
+        found = self.number.convert(self, value, param, ctx)
+        enough = self.min is None or found > self.min or (found == self.min and not self.min_open)
+        few = self.max is None or found < self.max or (found == self.max and not self.max_open)
+        if not (enough and few):
+            raise click.BadParameter(f"{value} is not {self._describe_range()}.", ctx, param)
+        return found
 
     def _describe_range(self) -> str:
         low = "" if self.min is None else f"{'above' if self.min_open else 'at least'} {self.min}"
@@ -247,13 +249,13 @@ class InWords:
 class Whole(InWords, click.IntRange):
     """A whole number in a range."""
 
-    name = "whole number"
+    name, number = "whole number", IntParamType
 
 
 class Number(InWords, click.FloatRange):
     """A number in a range."""
 
-    name = "number"
+    name, number = "number", FloatParamType
 
 
 class Words(click.ParamType):
