@@ -213,7 +213,7 @@ def _bases(folder: LicensedFolder) -> Iterator[Found]:
         if name and name not in folder.front.base_models:
             yield Found(CARD, f"base_model does not list the {what}, {name}")
     if not folder.front.base_models:
-        yield Found(CARD, "base_model lists no target", "State it: kconv card DIR --base-model ID --force.")
+        yield Found(CARD, "base_model lists no target", "Repeat the command with --base-model ID --force.")
 
 
 def _endorsement(folder: LicensedFolder) -> Iterator[Found]:
@@ -252,7 +252,7 @@ CHECKS: Mapping[str, Rule[LicensedFolder]] = {
             "license-not-stated",
             "error",
             "The card's front matter states no license, or names one without its text.",
-            "State it: kconv card DIR --license ID --force.",
+            "Repeat the command with --license ID --license-file FILE --force.",
             _front,
         ),
         Rule(

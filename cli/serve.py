@@ -64,7 +64,7 @@ def serve(
     \b
     Examples:
       kconv serve my-head-vllm --target my-target -- --port 8001
-      kconv serve my-head-sglang --target my-target --engine-python env/bin/python
+      kconv serve my-head-sglang --target my-target --engine-python sgl/bin/python
       kconv serve my-head-vllm --target my-target --dry-run
     """
     if as_json and not dry_run:

@@ -63,9 +63,9 @@ class Bench(Reading, MeasureOptions):
     EXAMPLES = (
         "kconv bench --url http://127.0.0.1:8000 --suite mt-bench --head my-head --precision NVFP4 --out a.json",
         "kconv bench --head my-head --target my-target --suite prompts.jsonl --out acceptance.json",
-        "kconv bench --engine vllm --engine-python env/bin/python --draft-tokens 1-8 --head my-head "
+        "kconv bench --engine vllm --engine-python vllm-env/bin/python --draft-tokens 1-8 --head my-head "
         "--target my-target --suite speed-bench --categories coding --reasoning on --out curve.json",
-        "kconv bench --engine sglang --engine-python env/bin/python --tree topk=4,nodes=8 --head my-head "
+        "kconv bench --engine sglang --engine-python sglang-env/bin/python --tree topk=4,nodes=8 --head my-head "
         "--target my-target --suite prompts.jsonl --out tree.json",
     )
     OUTPUT = "acceptance.json"

@@ -58,7 +58,7 @@ class Validate(Reading, ValidateOptions):
         "kconv validate my-head-vllm --source my-head --target my-target --prompts held-out.jsonl --out report",
         "kconv validate my-head --source old-head --target my-target --states my-states",
         "kconv validate my-target-nvfp4 --source my-target --prompts held-out.jsonl --out report",
-        "kconv validate my-head --engine vllm --engine-python env/bin/python --target my-target --prompts p.jsonl",
+        "kconv validate my-head --engine vllm --engine-python vllm-env/bin/python --target my-target --prompts p.jsonl",
         "kconv validate my-head --explain K101",
     )
 

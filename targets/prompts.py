@@ -77,7 +77,8 @@ def _parse(line: str, number: int, file: Path) -> Prompt:
     turns = value["turns"] if "turns" in value else [value["prompt"]]
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
         empty = turns and isinstance(turns, list) and all(isinstance(t, str) for t in turns)
-        raise _invalid("is empty" if empty else "has a turn that is not text, or no turns", number, file)
+        missing = f"has an empty {'turn' if 'turns' in value else 'prompt'}"
+        raise _invalid(missing if empty else "has a turn that is not text, or no turns", number, file)
     name = value.get("question_id", value.get("id", number))
     category = value.get("category", "")
     if not isinstance(name, str | int) or not isinstance(category, str):

@@ -26,6 +26,7 @@ from kconv.bench import forged, golden
 from kconv.cards import license_checks, licenses, quickstart
 from kconv.cards.publish import secrets
 from kconv.engines.registry import engines
+from kconv.validate import report
 from kconv.validate.rules import target
 
 # Characters in the smaller of two texts; in each text a part is repeated until it has as many.
@@ -57,6 +58,7 @@ PUT_TOGETHER: dict[str, Iterable[tuple[str, str]]] = {
         ("findall", quickstart.name_after(before))
         for before in ("vllm serve ", f'vllm serve {quickstart.MARKS[1]} --speculative-config \'{{"model": "')
     ],
+    "validate/report.py": [("sub", report._inside(("/home/a", "/home/a/b", "/tmp")).pattern)],
     "validate/rules/target.py": [
         found
         for entries in (("*a*a*b",), ("model.layers.*", "re:.*mlp.*"), ("lm_head", "*.mlp.gate"))

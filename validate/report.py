@@ -262,9 +262,14 @@ def portable(report: Report) -> Report:
     folders = {str(path.parent) for path in (*stated, Path.cwd() / "here") if path.is_absolute()} - {os.sep}
     if not folders:
         return report
-    named = "|".join(map(re.escape, sorted(folders, key=len, reverse=True)))
-    inside = re.compile(rf"(?<![\w./:-])(?:{named})/+")
+    inside = _inside(folders)
     return Report.model_validate(_each_text(values, lambda text: inside.sub("", text)))
+
+
+def _inside(folders: Iterable[str]) -> re.Pattern[str]:
+    """Return the pattern of a path's beginning that is one of these folders."""
+    named = "|".join(map(re.escape, sorted(folders, key=len, reverse=True)))
+    return re.compile(rf"(?<![\w./:-])(?:{named})/+")
 
 
 def texts_in(value: Any) -> Iterator[str]:

@@ -4,7 +4,7 @@
 
 DEMO is the folder that `scripts/demo` wrote. Each fault is validated like somebody else's head: beside the target and
 held-out states, without a source or a manifest. Half a minute each on one core; what was found is kept in the cache.
-`--markdown` writes the list into docs/validate.md.
+`--markdown` writes the list into docs/evidence/validation.md.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kconv.validate.options import ValidateOptions
 
 from .machine import KCONV
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "validate.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "evidence" / "validation.md"
 BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
 RIGHT = "none"
 Found = dict[str, Any]
@@ -100,7 +100,7 @@ def table(found: dict[str, Found]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("demo", type=Path, help="the folder that scripts/demo wrote")
-    parser.add_argument("--markdown", action="store_true", help="write the list into docs/validate.md")
+    parser.add_argument("--markdown", action="store_true", help="write the list into docs/evidence/validation.md")
     wish = parser.parse_args()
     head = (wish.demo / "mla" / "trained" / "model.safetensors").read_bytes()
     sources = b"".join(Path(module.__file__).read_bytes() for module in (readings, weight_faults))

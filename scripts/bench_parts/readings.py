@@ -4,8 +4,8 @@
 
 Four targets of other families, widths, seeds and tokenizers than the demo's, three heads for each, at three stages of
 training. Targets and heads are kept in the cache, and what was measured of a head beside it, so that an interrupted
-run resumes; from nothing it takes about half an hour of one core. `--markdown` writes docs/validate.md's table from the
-figures so far.
+run resumes; from nothing it takes about half an hour of one core. `--markdown` writes the table of
+docs/evidence/validation.md from the figures so far.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ TRIED: dict[str, Fault] = {
     "a state fed back after the norm": config(lambda spec: replace(spec, norms=replace(spec.norms, output=True))),
 }
 Figures = dict[str, Any]
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "validate.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "evidence" / "validation.md"
 BEGIN, END = "<!-- readings: begin -->", "<!-- readings: end -->"
 BANDS = ((1.0, 2.0), (2.0, 2.5), (2.5, 3.0), (3.0, 4.0))
 
@@ -214,7 +214,7 @@ def table(found: dict[tuple[str, str, int], Figures]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=list(TARGETS), action="append", help="this target; may be repeated")
-    parser.add_argument("--markdown", action="store_true", help="write the table into docs/validate.md")
+    parser.add_argument("--markdown", action="store_true", help="write the table into docs/evidence/validation.md")
     wish = parser.parse_args()
     found = {}
     for name in wish.only or TARGETS:

@@ -23,6 +23,9 @@ STYLES = {
     "kimi-k2.5-eagle3-mla": "compact",
 }
 
+# A link may lead to a card alone.
+EXAMPLE = "> An example, made by kconv from what the publisher's card says; it is not the publisher's own."
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -35,6 +38,8 @@ def main() -> None:
             figures = [read_acceptance(file) for file in files if file.exists()]
             evidence = gather(Path(made), None, read_facts(given / "facts.yaml"), figures)
             write(Path(made), make_card(evidence, style))
+            card = Path(made) / "README.md"
+            card.write_text(card.read_text().replace("\n# ", f"\n{EXAMPLE}\n\n# ", 1))
             shutil.copytree(made, out / "cards" / name, dirs_exist_ok=True)
 
 

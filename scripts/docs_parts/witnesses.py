@@ -375,6 +375,10 @@ def trees(rows: list[dict]) -> list[str]:
     return table(("--tree", "verify steps", "acceptance length"), lines)
 
 
+# What a rule needs besides the head's files.
+ASKED_OF = {"K215": "`--target`", "K303": "`--source`"}
+
+
 def shortest(rows: list[dict]) -> list[str]:
     """Return README's part of the table of faults."""
     from support.silent_faults import SILENT
@@ -389,9 +393,12 @@ def shortest(rows: list[dict]) -> list[str]:
         whole = " or ".join(dict.fromkeys(f"{length(row):.2f}" for row in good))
         cells = [fault.name, whole, *(f"{length(row):.2f}" if row else "–" for row in served.values())]
         both = [row["rules"] for row in rows if row["head"] == fault.name]
-        cells.append(", ".join(dict.fromkeys(rule for rules in both for rule in rules)))
+        named: dict[str, list[str]] = {}
+        for rule in dict.fromkeys(rule for rules in both for rule in rules):
+            named.setdefault(ASKED_OF.get(rule, "its files"), []).append(rule)
+        cells.append("; ".join(f"{what} ({', '.join(rules)})" for what, rules in named.items()))
         lines.append(cells)
-    return table(("change to a correct head", "before", *TITLES.values(), "found by"), lines)
+    return table(("change to a correct head", "before", *TITLES.values(), "found with"), lines)
 
 
 def engine_faults(rows: list[dict], engine: str) -> list[str]:

@@ -44,7 +44,7 @@ def test_both_forms_in_one_file(tmp_path):
         ('"text"', "not a JSON object"),
         ({"category": "math"}, "either"),
         ({"prompt": "a", "turns": ["a"]}, "either"),
-        ({"prompt": ""}, "turn"),
+        ({"prompt": ""}, "an empty prompt"),
         ({"prompt": 3}, "turn"),
         ({"turns": []}, "turn"),
         ({"turns": "abc"}, "turn"),
