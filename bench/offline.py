@@ -27,7 +27,7 @@ from ..targets.prompts import Prompt, digest_prompts
 from ..targets.suites import Suite
 from ..targets.tokenizer import Tokenizer, load_tokenizer
 from ..validate.parity import load_head
-from ..validate.report import config_digest, digests
+from ..validate.report import called, config_digest, digests
 from .acceptance import OVERALL, AcceptanceFile, AcceptanceRow, Averaging, SuiteRecord
 from .options import MeasureOptions
 from .stats import Counts, make_rows, mean_of_categories
@@ -81,7 +81,8 @@ def measure_head(
     drafters = {steps: head_drafter(drafting, steps) for steps in lengths}
     shared = {
         "metric": "al_incl_bonus", "tree": "chain", "engine": "kconv",
-        "engine_version": version("kconv"), "target": options.target_name or target.name, "precision": "float32",
+        "engine_version": version("kconv"), "target": options.target_name or called(target.name),
+        "precision": "float32",
         "temperature": options.temperature, "reasoning": options.reasoning,
         "dataset": suite.dataset, "revision": suite.revision, "max_tokens": options.max_tokens,
         "date": datetime.now(UTC).date().isoformat(), "measured_by": "self",

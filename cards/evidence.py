@@ -144,11 +144,6 @@ class Said:
         return value
 
 
-def portable(source: str) -> str:
-    """Return what a published file calls a source: a folder's own name, without the path that leads to it here."""
-    return Path(source).name if Path(source).is_absolute() else source
-
-
 def cell(value: object) -> str:
     """Return a text as one line that ends neither a table's cell nor its line; see `escape.markdown`."""
     return markdown(value)

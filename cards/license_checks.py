@@ -16,8 +16,8 @@ from ..checkpoint.schema import read_text
 from ..errors import KconvError
 from ..escape import code
 from ..rule import Found, Rule
-from ..validate.report import SEVERITIES, Finding
-from .evidence import Evidence, cell, portable
+from ..validate.report import SEVERITIES, Finding, called
+from .evidence import Evidence, cell
 from .facts import Facts
 from .front_matter import CARD, FrontMatter, read_card, read_front_matter, source_head
 from .licenses import (
@@ -194,8 +194,15 @@ def _changes(folder: LicensedFolder) -> Iterator[Found]:
     manifest = folder.manifest
     if manifest is None:
         return
-    for what in (f"kconv {manifest.kconv}", portable(manifest.source), MANIFEST):
-        if not any(form in folder.card for form in (what, code(what), cell(what))):
+    source = called(manifest.source)
+    for what, forms in {
+        f"kconv {manifest.kconv}": ("{}",),
+        # A short name may be a part of any word.
+        source: ("from {} (", "from {} ", "{} ("),
+        MANIFEST: ("{}",),
+    }.items():
+        spelled = {form.format(one) for form in forms for one in (what, code(what), cell(what))}
+        if not any(one in folder.card for one in spelled):
             yield Found(CARD, f"it does not say that the files were changed: {what} is not named")
 
 

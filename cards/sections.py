@@ -16,9 +16,9 @@ from ..drafters.facts import phrase
 from ..engines.registry import describe, engines_of
 from ..escape import block, code
 from ..measure.figures import AcceptanceFigures
-from ..validate.report import Report
+from ..validate.report import Report, called
 from . import target_card
-from .evidence import Evidence, Said, cell, portable
+from .evidence import Evidence, Said, cell
 from .facts import NOT_OURS, SUBCARDS
 from .licenses import attribution_in
 
@@ -137,7 +137,7 @@ def changed(manifest: Manifest | None) -> str:
     if manifest is None:
         return ""
     return (
-        f"Modified: kconv {manifest.kconv} wrote these files from {portable(manifest.source)} "
+        f"Modified: kconv {manifest.kconv} wrote these files from {called(manifest.source)} "
         f"({manifest.source_layout} layout); {MANIFEST} lists each tensor with its digests."
     )
 
@@ -193,7 +193,7 @@ def _templates() -> Environment:
     environment = Environment(
         loader=PackageLoader("kconv.cards", "templates"), undefined=StrictUndefined, keep_trailing_newline=True
     )
-    environment.filters |= {"cell": cell, "code": code, "block": block, "portable": portable}
+    environment.filters |= {"cell": cell, "code": code, "block": block, "called": called}
     environment.filters["dense"] = lambda text: "\n".join(line for line in text.split("\n") if line.strip())
     return environment
 

@@ -169,11 +169,17 @@ def read_integers(info: TensorInfo) -> np.ndarray:
 
 
 def row_bytes(info: TensorInfo, rows: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Read some rows of a matrix, without the rest: [n, bytes of a row], row k being the matrix's row `rows[k]`."""
+    """Read some rows of a matrix, without the rest: [n, bytes of a row], row k being the matrix's row `rows[k]`.
+
+    Raises:
+        IndexError: the matrix has no such row; what lies there is another tensor's.
+    """
     import numpy as np
 
     width = info.size // info.shape[0]
     found, done = np.empty((len(rows), width), np.uint8), 0
+    if len(rows) and not 0 <= min(rows) <= max(rows) < info.shape[0]:
+        raise IndexError(f"{info.name} has rows 0 to {info.shape[0] - 1}, not {min(rows)} to {max(rows)}")
     with _readable(info.file), info.file.open("rb", buffering=0) as file:
         # Consecutive rows are read at once.
         for _, run in groupby(enumerate(map(int, rows)), lambda at: at[1] - at[0]):

@@ -69,7 +69,7 @@ def cast_floats(data: bytes | memoryview, own: str, dtype: str) -> tuple[np.ndar
     """Round BF16, F16 or F32 bytes to the nearest values of another of these dtypes, ties to even.
 
     Returns:
-        Their bits, and how many values exceed the other dtype's range.
+        Them as stored (of BF16 the bits), and how many values exceed the other dtype's range.
     """
     import numpy as np
 

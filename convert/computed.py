@@ -109,8 +109,8 @@ def rounded(info: TensorInfo, dtype: str) -> Computed:
             found, beyond = cast_floats(chunk, info.dtype, dtype)
             if beyond:
                 raise TensorValue(
-                    f"{beyond} values of {info.name} exceed the range of {dtype}",
-                    where=info.name,
+                    f"{beyond} value{'s' * (beyond > 1)} of {info.name} beyond the range of {dtype}",
+                    where=info.file,
                     fix="Remove --dtype.",
                 )
             yield found.data.cast("B")

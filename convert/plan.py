@@ -7,13 +7,12 @@ is accounted for.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from ..checkpoint.formats import CONFIG_KEY, HEAD_SCALES
+from ..checkpoint.formats import CONFIG_KEY, HEAD_SCALES, SIDE_FILE
 from ..checkpoint.header import TensorInfo, byte_size
 from ..checkpoint.manifest import EXACT, Action, ConversionRecord
 from ..drafters.base import Spec
@@ -252,8 +251,19 @@ def _rows_to_write(head: Head, layout: Layout, spec: Spec) -> dict[str, Stored]:
 
 
 def _exact(name: str, row: Stored, head: Head) -> Step:
-    """Return the step that makes one output tensor from the source's slots, bit for bit."""
+    """Return the step that makes one output tensor from the source's slots, bit for bit.
+
+    Raises:
+        LayoutCannot: they have several dtypes, and the output tensor has one.
+    """
     sources = tuple(dict.fromkeys(SourceTensor(*head.places[slot]) for slot in row.slots))
+    if len(dtypes := {source.info.dtype for source in sources}) > 1:
+        names = " and ".join(source.info.name for source in sources)
+        raise LayoutCannot(
+            f"{name} fuses {names}, which are {' and '.join(sorted(dtypes))}",
+            where=head.checkpoint.folder,
+            fix="Pass --dtype bfloat16, which rounds all weights to one.",
+        )
     same = len(sources) == 1 and (sources[0].row.slots, sources[0].row.move) == (row.slots, row.move)
     action: Action = ("copied" if sources[0].info.name == name else "renamed") if same else "repacked"
     return Step(name, sources, row, action)
@@ -322,4 +332,4 @@ def _check_lost(head: Head, layout: Layout, steps: Iterable[Step], dropped: Mapp
 def _check_renaming(head: Head, steps: Iterable[Step]) -> None:
     renamed = {step.sources[0].info.name: step.name for step in steps if step.action == "renamed"}
     if head.is_quantized and renamed:
-        refuse_renaming(json.dumps(head.read.carried.get(CONFIG_KEY)).encode() + head.side, renamed)
+        refuse_renaming({CONFIG_KEY: head.read.carried.get(CONFIG_KEY), SIDE_FILE: head.side_values}, renamed)

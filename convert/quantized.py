@@ -6,6 +6,7 @@ was measured on. `kconv quantize-head` makes such heads. kconv computes only wit
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -98,13 +99,14 @@ def names_beside(base_slot: str, name: str, slots: Iterable[str]) -> dict[str, s
     return {slot: scale for slot, scale in found.items() if slot in held}
 
 
-def refuse_renaming(stated: bytes, renamed: Mapping[str, str]) -> None:
+def refuse_renaming(config: Mapping[str, object], renamed: Mapping[str, str]) -> None:
     """Refuse to rename modules that a quantization config names; `renamed` has the new tensor names by old ones.
 
-    It names one if its text, `stated`, contains a part of an old name that the new names lack.
+    It names one if a text in it contains a part of an old name that the new names lack.
     """
+    text = json.dumps(config, ensure_ascii=False)
     old, new = ({part for name in names for part in name.split(".")} for names in (renamed, renamed.values()))
-    gone = sorted(part for part in old - new if part.encode() in stated)
+    gone = sorted(part for part in old - new if part in text)
     if gone:
         raise LayoutCannot(
             f"the quantization config names {', '.join(gone)}, but this layout names it differently",

@@ -13,7 +13,7 @@ from ..checkpoint.folder import Checkpoint
 from ..checkpoint.formats import CONFIG_KEY, HEAD_SCALES, SIDE_FILE
 from ..checkpoint.header import TensorInfo, byte_size
 from ..checkpoint.manifest import Hints
-from ..checkpoint.schema import MAX_YAML, read_bounded
+from ..checkpoint.schema import MAX_YAML, parse_object, read_bounded
 from ..drafters.base import Drafter, Kind, Spec
 from ..drafters.captured import Captured
 from ..drafters.contract import FLOATS, Problems, check_d2t, compare, problem_of, summarize
@@ -86,6 +86,15 @@ class Head:
         if not self.is_quantized or self.checkpoint.headers_only or not file.is_file():
             return b""
         return read_bounded(file, ConfigInvalid, limit=MAX_YAML, fix="Export it again.")
+
+    @cached_property
+    def side_values(self) -> Mapping[str, Any]:
+        """The same, parsed."""
+        try:
+            return parse_object(self.side) if self.side else {}
+        except ValueError as fault:
+            where = self.checkpoint.folder / SIDE_FILE
+            raise ConfigInvalid(f"{SIDE_FILE} is no JSON: {fault}", where=where, fix="Export it again.") from fault
 
 
 @dataclass(frozen=True)
@@ -288,7 +297,9 @@ def _check_twins(head: Head, unfit: Collection[str], problems: Problems) -> None
 
 
 def _check_quantization(head: Head, problems: Problems) -> None:
-    stated = CONFIG_KEY in head.read.carried or head.side or head.checkpoint.headers_only
+    stated = CONFIG_KEY in head.read.carried or head.checkpoint.headers_only
+    with problems.catching():
+        stated = bool(head.side_values) or stated
     if head.is_quantized and not stated:
         error = ConfigInvalid(
             f"the weights are quantized, but neither {CONFIG_KEY} in the config nor {SIDE_FILE} says how",

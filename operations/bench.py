@@ -170,19 +170,19 @@ class Bench(Reading, MeasureOptions):
         from ..convert.read import read
         from ..engines.base import Serving
         from ..serving.start import check_start, serve
+        from ..validate.report import called
 
         engine, target, python = registry.engine(self.engine or ""), context.source(self.target or ""), self.python
         head = context.source(self.head)
         # A prompt has no more tokens than characters, and each turn has an answer.
         longest = max(sum(len(turn) + self.max_tokens + CHAT_TOKENS for turn in p.turns) for p in suite.prompts)
         branches, nodes = self.branches
-        weights = head.open_weights()
-        spec = read(weights, layout=self.layout(), hints=self.hints(), values=False).spec
+        spec = read(head.open_headers(), layout=self.layout(), hints=self.hints(), values=False).spec
         every = self._steps(spec)
         serving = Serving(
             python or Path(),
-            target.fetch_model(),
-            weights.folder,
+            Path(),
+            Path(self.head),
             spec,
             max_model_len=longest,
             ready_seconds=self.ready_seconds,
@@ -191,8 +191,9 @@ class Bench(Reading, MeasureOptions):
         )
         for steps in every:
             check_start(replace(serving, draft_tokens=steps), engine)
+        serving = replace(serving, target=target.fetch_model(), head=head.open_weights().folder)
         starter = engine.starter
-        told = {"target_name": self.target_name or target.name, "precision": self.precision or serving.dtype}
+        told = {"target_name": self.target_name or called(target.name), "precision": self.precision or serving.dtype}
         options = self.model_copy(update=told | dict(starter.methods if starter else {}))
         own = ServedHead(every[0], kernels=starter.note(serving.python) if starter else "")
         if self.speed_at and not self.baseline_url:
@@ -229,6 +230,7 @@ class Bench(Reading, MeasureOptions):
 
         from ..bench.offline import measure_head
         from ..targets.model import check_memory
+        from ..validate.report import called
 
         target = context.source(self.target or "")
         # Checked before the head and the target are downloaded.
@@ -240,7 +242,7 @@ class Bench(Reading, MeasureOptions):
             target.fetch_model(),
             suite,
             self._steps(head.spec),
-            self.model_copy(update={"target_name": self.target_name or target.name}),
+            self.model_copy(update={"target_name": self.target_name or called(target.name)}),
             say=say,
         )
 

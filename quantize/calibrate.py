@@ -29,7 +29,7 @@ from ..checkpoint.schema import parse_json
 from ..checkpoint.source import Source
 from ..checkpoint.staging import refuse_existing, writing
 from ..checkpoint.tensors import TORCH, read_rows
-from ..errors import InputScalesInvalid, OutputFailed
+from ..errors import InputScalesInvalid, OutputFailed, TargetInvalid
 from ..targets.config import TargetConfig, read_target_config
 from ..targets.model import build_target, check_tensors, fill, refuse_other_family
 from ..targets.prompts import read_prompts
@@ -146,8 +146,7 @@ def calibrate(
     layers = Layers(target, config, dtype)
     say(layers.memory)
     if resume is None:
-        embedding = target.tensors[config.embed_tokens]
-        resume = CalibrationState(0, [read_rows(embedding, ids).to(dtype).unsqueeze(0) for ids in sequences], {})
+        resume = CalibrationState(0, [layers.embed(ids) for ids in sequences], {})
     hidden, found = list(resume.hidden), dict(resume.amaxes)
     for i, watch in layers.run(hidden, _Watch, first=resume.layers):
         found |= watch.amaxes()
@@ -174,6 +173,7 @@ class Layers:
     def __init__(self, target: Checkpoint, config: TargetConfig, dtype: torch.dtype) -> None:
         refuse_other_family(config, "calibrated")
         self._stored, self._config, self._dtype = stored_weights(target, config), config, dtype
+        self._embedding = target.tensors[config.embed_tokens]
         self._parted = must_part(self._stored, config, dtype, target.folder)
         self.memory = describe_memory(self._stored, config, dtype, self._parted)
         with torch.device("meta"):
@@ -184,6 +184,20 @@ class Layers:
         check_tensors(model, target, config, self._stored)
         # Built again, since the model's own frequencies are on the meta device.
         self._model, self._rotary = model, type(model.model.rotary_emb)(model.config)
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the first layer's input of a text, [1, T, hidden].
+
+        Raises:
+            TargetInvalid: the embedding has no row for a token.
+        """
+        if int(ids.max()) >= self._embedding.shape[0]:
+            raise TargetInvalid(
+                f"the tokenizer gives id {int(ids.max())}, but the embedding ends at {self._embedding.shape[0] - 1}",
+                where=self._embedding.file,
+                fix="Check that tokenizer and weights belong to the same target.",
+            )
+        return read_rows(self._embedding, ids).to(self._dtype).unsqueeze(0)
 
     def run(
         self, hidden: list[torch.Tensor], watching: Callable[[str], W], *, first: int = 0

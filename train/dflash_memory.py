@@ -9,10 +9,9 @@ from __future__ import annotations
 from ..drafters.dflash_forward import AT_ONCE
 from ..targets.config import TargetConfig
 from .dflash_recipe import BlockRecipe, DFlashRecipe, DSparkRecipe
-from .drafter_recipe import Sizes
+from .drafter_recipe import WIDTHS, Sizes
 from .evaluate import count_rows
 
-WIDTHS = {"F32": 4, "BF16": 2}
 # Norms, RoPE's angles, and probabilities are in fp32 whatever is trained in.
 FP32 = 4
 # Rows of logits whose distance from the target's probabilities is computed, and computed again, at a time:

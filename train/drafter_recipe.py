@@ -27,6 +27,10 @@ class Unfit(NamedTuple):
     fix: str
 
 
+# Bytes of a number.
+WIDTHS = {"F32": 4, "BF16": 2, "F16": 2}
+
+
 class Sizes(NamedTuple):
     """Bytes of what a process computes with some rows of a batch, beyond weights and optimizer.
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from ..drafters.attention import SCORE_BYTES
 from ..drafters.spec import Mla
 from ..targets.config import TargetConfig
-from .drafter_recipe import Sizes
+from .drafter_recipe import WIDTHS, Sizes
 from .evaluate import count_rows
 from .lean import block_tokens
 from .recipe import EagleRecipe
-
-WIDTHS = {"F32": 4, "BF16": 2}
 
 
 def eagle_sizes(recipe: EagleRecipe, config: TargetConfig, rows: int) -> Sizes:

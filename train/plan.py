@@ -10,9 +10,8 @@ from typing import Any, ClassVar
 from ..drafters.slots import needs
 from ..lines import Part, Result, Table, duration
 from ..targets.config import TargetConfig
-from .drafter_recipe import DrafterRecipe, Sizes
+from .drafter_recipe import WIDTHS, DrafterRecipe, Sizes
 
-WIDTHS = {"F32": 4, "BF16": 2, "F16": 2}
 # The frozen parts of a target that a head shares, and slots that follow from others.
 NOT_TRAINED = ("embed_tokens", "d2t", "t2d")
 # Checkpoints on disk at once: the two that are kept, and the one being written.

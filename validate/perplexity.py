@@ -20,7 +20,7 @@ from ..checkpoint import formats
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.formats import fused_group
 from ..checkpoint.source import Source
-from ..checkpoint.tensors import read_rows, read_tensor
+from ..checkpoint.tensors import read_tensor
 from ..drafters.attention import rms_norm
 from ..errors import PromptsInvalid
 from ..measure.figures import PerplexityFigures
@@ -94,7 +94,7 @@ def _run(checkpoint: Checkpoint, texts: Sequence[Sequence[int]]) -> Run:
     config = read_target_config(checkpoint.folder)
     layers = Layers(checkpoint, config, torch.float32)
     tokens = [torch.tensor(row) for row in texts]
-    hidden = [read_rows(checkpoint.tensors[config.embed_tokens], row).float().unsqueeze(0) for row in tokens]
+    hidden = [layers.embed(row) for row in tokens]
     for _ in layers.run(hidden, lambda layer: RoundedInputs(layer, checkpoint, config.prefix)):
         pass
     norm = read_tensor(checkpoint.tensors[f"{config.prefix}model.norm.weight"]).float()

@@ -255,21 +255,33 @@ def _measured(figures: Figures) -> Iterator[str]:
         yield f"{row.task}, {row.metric}: {row.output:.2%}, source {row.source:.2%} ({points:+.2f} points)"
 
 
+def called(name: str) -> str:
+    """Return what a published file calls a checkpoint or a file: its last part, without the path that leads to it here.
+
+    A Hub id stays as it is, unless a folder of that name is here: then it is that folder.
+    """
+    return Path(name).name or name if Path(name).is_absolute() or os.path.lexists(name) else name
+
+
 def portable(report: Report) -> Report:
-    """Return a report that calls what it is about by its name alone, without the absolute path that leads there."""
+    """Return a report that calls what it is about by names, without the paths that lead there on this machine."""
     values = report.model_dump(mode="json", by_alias=True)
-    stated = map(Path, texts_in([values["subject"], values["provenance"]]))
-    folders = {str(path.parent) for path in (*stated, Path.cwd() / "here") if path.is_absolute()} - {os.sep}
-    if not folders:
-        return report
-    inside = _inside(folders)
-    return Report.model_validate(_each_text(values, lambda text: inside.sub("", text)))
+    stated = (text for text in texts_in([values["subject"], values["provenance"]]) if _is_path(text))
+    names = {f"{Path.cwd()}{os.sep}": ""} | {text.rstrip(os.sep): called(text) for text in stated}
+    paths = _paths(names)
+    return Report.model_validate(_each_text(values, lambda text: paths.sub(lambda found: names[found[1]], text)))
 
 
-def _inside(folders: Iterable[str]) -> re.Pattern[str]:
-    """Return the pattern of a path's beginning that is one of these folders."""
-    named = "|".join(map(re.escape, sorted(folders, key=len, reverse=True)))
-    return re.compile(rf"(?<![\w./:-])(?:{named})/+")
+def _is_path(text: str) -> bool:
+    # What is gone by now was a path, unless it is a sentence.
+    return os.sep in text and (os.path.lexists(text) or (Path(text).is_absolute() and len(text.split()) == 1))
+
+
+def _paths(names: Iterable[str]) -> re.Pattern[str]:
+    """Return the pattern of any of these paths, whole or as the beginning of a longer one."""
+    ends = {True: "", False: r"(?![\w.-])"}
+    named = (re.escape(name) + ends[name.endswith(os.sep)] for name in sorted(names, key=len, reverse=True))
+    return re.compile(rf"(?<![\w./-])({'|'.join(named)})(?:/+$)?")
 
 
 def texts_in(value: Any) -> Iterator[str]:

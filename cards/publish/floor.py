@@ -15,7 +15,7 @@ from ...checkpoint.schema import MAX_YAML, check_values, find_wrong, parse_yaml,
 from ...errors import RecipeInvalid, RequestInvalid
 from ...measure.figures import TextKind
 from ...strict import StrictModel
-from ...validate.report import REPORT, Report
+from ...validate.report import REPORT, Report, called
 from ..facts import Facts
 from .options import PublishOptions
 
@@ -157,13 +157,20 @@ def find_measurements(
 
 
 def _speaks_of(floor: Floor, row: AcceptanceRow) -> bool:
-    wanted = (floor.metric, floor.suite, floor.category, floor.target, floor.temperature, floor.draft_tokens)
-    measured = (row.metric, row.dataset, row.category, row.target, row.temperature, row.draft_tokens)
+    wanted = (floor.metric, floor.suite, floor.category, called(floor.target), floor.temperature, floor.draft_tokens)
+    measured = (
+        row.metric,
+        row.dataset,
+        row.category,
+        row.target and called(row.target),
+        row.temperature,
+        row.draft_tokens,
+    )
     return measured == wanted and row.measured_by == "self" and (row.prompts or 0) >= floor.prompts
 
 
 def _on_text(floor: Floor, report: Report) -> list[Measurement]:
-    elsewhere = floor.target and floor.target != report.provenance.get("target")
+    elsewhere = floor.target and called(floor.target) != called(str(report.provenance.get("target") or ""))
     if elsewhere or floor.category or floor.metric != "al_incl_bonus":
         return []
     return [

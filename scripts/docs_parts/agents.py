@@ -77,4 +77,4 @@ def _first_sentence(page: str) -> str:
     paragraphs = (" ".join(one.split()) for one in text.split("\n\n"))
     first = next(one for one in paragraphs if len(one) > 20 and not one.startswith(("#", "|", "!", "-")))
     plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", first)
-    return re.split(r"(?<=[.:])\s", plain)[0].rstrip(":")
+    return re.split(r"(?<=\.)\s", plain)[0]

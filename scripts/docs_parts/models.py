@@ -28,7 +28,7 @@ def schemas() -> Iterator[str]:
         "",
         "## What `--json` prints",
         "",
-        "One object on stdout, also for an error. `kconv run` prints a list.",
+        "One object on stdout, also for an error.",
     )
     yield from ("", "| command | prints |", "|---|---|")
     for name, (first, *others) in PRINTED.items():

@@ -47,3 +47,9 @@ def test_a_file_that_became_shorter_is_named(tmp_path, file):
     short.write_bytes(short.read_bytes()[: min(info.begin, matrix.begin)])
     with pytest.raises(CorruptHeader, match=r"model\.safetensors ended"):
         read_rows(matrix, torch.tensor([3, 4, 9]))
+
+
+@pytest.mark.parametrize("ids", [[11], [-1], [3, 12]])
+def test_a_row_that_the_matrix_does_not_have_is_not_anothers(file, ids):
+    with pytest.raises(IndexError, match=r"rows 0 to 10"):
+        read_rows(read_header(file)["torch.float32"], torch.tensor(ids))

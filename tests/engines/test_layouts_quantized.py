@@ -134,6 +134,23 @@ def test_modelopts_side_file_goes_along(tmp_path):
     verify(tmp_path / "out", open_checkpoint(tmp_path / "head"))
 
 
+@pytest.mark.parametrize(
+    ("side", "what"),
+    [
+        (b"no JSON", "is no JSON"),
+        (b"[1]", "not a JSON object"),
+        (b'{"exclude_modules": ["mid\\u006cayer.self_attn"]}', "names midlayer"),
+    ],
+)
+def test_a_side_file_that_cannot_be_read_or_renamed_is_refused(tmp_path, side, what):
+    linears = [name.replace("layers.0", "midlayer") for name in MLP]
+    eagle = {"eagle_aux_hidden_state_layer_ids": [1, 3, 5], "use_mtp_layernorm": False}
+    source = quantize(tmp_path / "head", GQA, fp8, "torchspec", linears, CONFIG | {"eagle_config": eagle})
+    (tmp_path / "head" / "hf_quant_config.json").write_bytes(side)
+    with pytest.raises((ConfigInvalid, LayoutCannot), match=what):
+        plan(read_head(source), BY_NAME["vllm"])
+
+
 def test_scales_are_renamed_with_their_weight(tmp_path):
     linears = [name.replace("layers.0", "midlayer") for name in MLP]
     eagle = {"eagle_aux_hidden_state_layer_ids": [1, 3, 5], "use_mtp_layernorm": False}

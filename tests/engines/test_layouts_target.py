@@ -17,6 +17,8 @@ from kconv.convert.plan import WriteOptions, plan
 from kconv.convert.read import read_head
 from kconv.convert.shared import SharedTensors
 from kconv.engines import BY_NAME
+from kconv.engines.layout import Row
+from kconv.engines.moves import Stack
 from kconv.engines.sglang import ENGINE
 from kconv.errors import LayoutCannot, TargetInvalid, TensorValue
 from kconv.targets.config import read_target_config
@@ -302,6 +304,20 @@ def test_a_value_beyond_the_range_is_refused_and_nothing_is_left(tmp_path):
     with pytest.raises(TensorValue, match="range"):
         execute(plan(head(tmp_path, spec, slots), BY_NAME["vllm"], WriteOptions(dtype="BF16")), tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["head"]
+
+
+def test_weights_of_two_dtypes_are_not_joined_in_one_tensor(tmp_path):
+    slots = random_slots(GQA)
+    slots["0.up_proj"] = slots["0.up_proj"].half()
+    source = head(tmp_path, GQA, slots)
+    vllm, gate_up = BY_NAME["vllm"], ("{i}.gate_proj", "{i}.up_proj")
+    fused = Row("layers.{i}.mlp.gate_up_proj.weight", gate_up, Stack())
+    rows = (*(row for row in vllm.rows if not set(row.slots) & set(gate_up)), fused)
+    fusing = replace(vllm, rows=rows)
+    with pytest.raises(LayoutCannot, match="which are BF16 and F16") as fault:
+        plan(source, fusing)
+    assert "--dtype" in fault.value.fix
+    assert [step.action for step in plan(source, fusing, WriteOptions(dtype="BF16")).steps].count("cast") == 1
 
 
 def test_fused_weights_are_rounded_too(tmp_path):

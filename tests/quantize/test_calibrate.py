@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.cli import main
-from kconv.errors import InputScalesInvalid
+from kconv.errors import InputScalesInvalid, TargetInvalid
 from kconv.quantize.calibrate import calibrate
 from kconv.quantize.calibration import CalibrationPrompts, read_calibration
 from kconv.targets.config import parse_target_config
@@ -251,3 +251,10 @@ def test_the_command_writes_what_quantize_takes(forms, tmp_path):
     assert "calibrated on 2 prompts" in json.loads((made / "kconv.json").read_text())["spec"]["input_scale"]
     again = CliRunner().invoke(main, ["calibrate", str(forms("int4")), str(out), "--prompts", str(prompts)])
     assert again.exit_code == 1 and "already exists" in again.output
+
+
+def test_a_token_without_a_row_in_the_embedding_is_named(forms):
+    folder = forms("bf16")
+    rows = open_checkpoint(folder).tensors["model.embed_tokens.weight"].shape[0]
+    with pytest.raises(TargetInvalid, match=f"gives id {rows}, but the embedding ends at {rows - 1}"):
+        run(folder, [torch.tensor([1, 2, rows])])

@@ -35,6 +35,18 @@ def test_a_written_report_names_no_folder_of_this_machine(tmp_path: Path):
     assert str(tmp_path / "data") not in html + text and "<h1>Validation of <code>head</code></h1>" in html
 
 
+def test_a_written_report_names_no_path_that_leads_out_of_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "a" / "source").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    said = {"source": "../a/source", "note": f"config:{tmp_path}/a/source/y", "half": "/a/b is 3 of /c"}
+    report = Report(subject="../a/source", provenance=said | {"out": f"{tmp_path}/a/source"})
+    write_report(report, tmp_path / "report")
+    kept = read_report(tmp_path / "report")
+    assert kept.subject == "source"
+    assert kept.provenance == said | {"source": "source", "note": "config:source/y", "out": "source"}
+
+
 def test_figures_stand_right_in_a_table():
     rows = [("math", "1.543", "2", "–"), ("all", "1.575 [1.472, 1.691]", "1,600", "+3.1 % ± 0.2")]
     assert figures_in(rows) == [False, True, True, True]
