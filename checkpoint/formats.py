@@ -306,11 +306,11 @@ class Nvfp4(StoredFormat):
             return None
         algorithm = block.get("quant_algo")
         mixed = algorithm == NVFP4_MIXED.algorithm
-        stated = set(NVFP4_MIXED.stated(block).values()) if mixed else {algorithm}
-        known = (*cls.algorithms, FP8_PB_WO.name) if mixed else cls.algorithms
-        if unknown := stated.difference(known):
+        unread = NVFP4_MIXED.unread(block) if mixed else {} if algorithm in cls.algorithms else {"": algorithm}
+        for module, said in unread.items():
+            what = "states no quant_algo" if said is None else f"has the quant_algo {said!r}"
             raise SourceFormatUnknown(
-                f"this ModelOpt checkpoint has the quant_algo {unknown.pop()!r}",
+                f"this ModelOpt checkpoint {what}" + (f" for {module}" if module else ""),
                 where=where,
                 fix=f"kconv reads {' and '.join((*cls.algorithms, FP8_PB_WO.name))}, the last beside NVFP4 only.",
             )
@@ -690,14 +690,25 @@ class Nvfp4Mixed(Nvfp4):
     key = "quantized_layers"
 
     @classmethod
-    def stated(cls, block: Mapping[str, Any]) -> dict[str, str]:
-        """Return the algorithm that a config block states for each module; ModelOpt writes FP8's in small letters."""
+    def stated(cls, block: Mapping[str, Any]) -> dict[str, Json]:
+        """Return the algorithm that a config block states for each module, as it stands there; None without one."""
         layers: Json = block.get(cls.key)
         said: Json
-        found: dict[str, str] = {}
+        found: dict[str, Json] = {}
         for name, said in layers.items() if isinstance(layers, dict) else ():
-            found[name] = str(said.get("quant_algo") if isinstance(said, dict) else None).upper()
+            found[name] = said.get("quant_algo") if isinstance(said, dict) else None
         return found
+
+    @staticmethod
+    def meant(said: object) -> str:
+        """Return a stated algorithm as engines compare it: ModelOpt writes FP8's in small letters."""
+        return str(said).upper()
+
+    @classmethod
+    def unread(cls, block: Mapping[str, Any]) -> dict[str, Json]:
+        """Return those of `stated` that kconv does not read."""
+        known = (*cls.algorithms, FP8_PB_WO.name)
+        return {name: said for name, said in cls.stated(block).items() if cls.meant(said) not in known}
 
     def layers(self, nvfp4: Iterable[str], fp8: Iterable[str], *, weight_only: bool = False) -> dict[str, Any]:
         """Return ModelOpt's description of each quantized module."""

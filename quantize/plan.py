@@ -184,7 +184,8 @@ def plan_quantize(
     chosen = _choose(linear, config, recipe)
     for weight in chosen.values():
         _check_dims(weight)
-    rounded = {name: Rounded(name, weight) for name, weight in _choose_rounded(linear, config, recipe, chosen).items()}
+    rounded = {name: Rounded(name, weight) for name, weight in _choose_rounded(linear, config, recipe).items()}
+    _check_forms(linear, chosen, rounded, recipe)
     _check_blocks(rounded)
     scales = {} if recipe.weight_only else inputs.scales(chosen)
     modules = {name: Module(name, weight, scales.get(name), recipe.stored) for name, weight in chosen.items()}
@@ -252,9 +253,7 @@ def _choose(linear: dict[str, StoredWeight], config: TargetConfig, recipe: Recip
     return chosen
 
 
-def _choose_rounded(
-    linear: dict[str, StoredWeight], config: TargetConfig, recipe: Recipe, chosen: Collection[str]
-) -> dict[str, StoredWeight]:
+def _choose_rounded(linear: dict[str, StoredWeight], config: TargetConfig, recipe: Recipe) -> dict[str, StoredWeight]:
     inner = {
         name.removeprefix(config.prefix): name
         for name in linear
@@ -264,16 +263,23 @@ def _choose_rounded(
     for pattern in recipe.fp8:
         if not any(recipe.model_copy(update={"fp8": (pattern,)}).rounds(name) for name in inner):
             raise _no_match(pattern, "fp8", linear, config, recipe)
-    groups = {fused_group(name): name for name in chosen}
-    for name in found:
-        if other := groups.get(fused_group(name)):
-            as_one = "" if other == name else f", which engines fuse with {name},"
-            raise RecipeInvalid(
-                f"{other}{as_one} would be NVFP4 and FP8",
-                where=f"quantize and fp8 in the recipe {recipe.name}",
-                fix="Let one of the two match all modules that engines fuse, and the other none.",
-            )
     return found
+
+
+def _check_forms(linear: Iterable[str], chosen: Collection[str], rounded: Collection[str], recipe: Recipe) -> None:
+    """Refuse modules that engines fuse and that would not all have one form; no such fused layer exists."""
+    forms = dict.fromkeys(linear, "unquantized") | dict.fromkeys(chosen, NVFP4.name) | dict.fromkeys(rounded, "FP8")
+    groups = {fused_group(name): name for name in (*rounded, *chosen)}
+    for name, form in forms.items():
+        other = groups.get(fused_group(name), name)
+        its = NVFP4.name if other in chosen else forms[other]
+        if form != its:
+            both = f"would be {its} and {form}"
+            raise RecipeInvalid(
+                f"{name} {both}" if other == name else f"{other} and {name}, which engines fuse, {both}",
+                where=f"quantize, fp8 and keep in the recipe {recipe.name}",
+                fix="Let one of quantize and fp8 match all modules that engines fuse, or neither match any.",
+            )
 
 
 def _no_match(

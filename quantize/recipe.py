@@ -19,8 +19,18 @@ from ..checkpoint.schema import MAX_YAML, check_values, parse_yaml, read_bounded
 from ..errors import RecipeInvalid
 from ..strict import StrictModel
 
-# No engine reads these in four bits.
-NEVER = ("model.embed_tokens", "lm_head", "model.layers.*.mlp.gate", "*.eh_proj", "*.shared_head.head", "mtp.fc")
+# No engine reads these in four bits. Of an indexer (DeepSeek-V3.2, GLM-5) vLLM builds wk and weights_proj as one
+# unquantized layer; its third module stays with them:
+# https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/deepseek_v2.py#L702-L719
+NEVER = (
+    "model.embed_tokens",
+    "lm_head",
+    "model.layers.*.mlp.gate",
+    "*.indexer.*",
+    "*.eh_proj",
+    "*.shared_head.head",
+    "mtp.fc",
+)
 
 
 # How block scales are chosen; pack.py computes them.

@@ -1,6 +1,7 @@
 """FP8 attention beside NVFP4 experts in one target: ModelOpt's bits and config, and the source's own FP8 unchanged."""
 
 import json
+import re
 
 import modelopt.torch.quantization as mtq
 import pytest
@@ -153,6 +154,21 @@ REFUSED = {
         RecipeInvalid,
         "kv_a_proj_with_mqa",
     ),
+    "FP8 of q_a alone": (
+        {"fp8": ("model.layers.*.self_attn.q_a_proj",)},
+        RecipeInvalid,
+        "kv_a_proj_with_mqa, which engines fuse, would be FP8 and unquantized",
+    ),
+    "one layer's kv_a kept": (
+        {"keep": ("model.layers.1.self_attn.kv_a_proj_with_mqa", "*.kv_b_proj")},
+        RecipeInvalid,
+        "layers.1.self_attn.q_a_proj and model.layers.1.self_attn.kv_a_proj_with_mqa",
+    ),
+    "NVFP4 of gate alone": (
+        {"quantize": ("model.layers.*.mlp.experts.*.gate_proj",)},
+        RecipeInvalid,
+        "would be NVFP4 and unquantized",
+    ),
     "no such module": ({"fp8": ("model.layers.*.attention.*",)}, RecipeInvalid, "matches no linear module"),
     "an embedding": ({"fp8": ("lm_head",)}, RecipeInvalid, "matches no linear module"),
     "no whole blocks": (
@@ -183,11 +199,35 @@ def test_compressed_tensors_form_is_refused_and_so_is_modelopt_over_fp8(wide):
         plan_in_memory(source, parse_target_config(source.config), load_recipe(MIXED), None)
 
 
-def test_an_algorithm_that_kconv_does_not_read_is_named(wide):
+O_PROJ, Q_A = (f"model.layers.0.self_attn.{part}" for part in ("o_proj", "q_a_proj"))
+UNREAD = {
+    "another algorithm": ({O_PROJ: {"quant_algo": "MXFP8"}}, f"the quant_algo 'MXFP8' for {O_PROJ}"),
+    "in small letters": ({O_PROJ: {"quant_algo": "mxfp8"}}, f"the quant_algo 'mxfp8' for {O_PROJ}"),
+    "none": ({O_PROJ: {}}, f"states no quant_algo for {O_PROJ}"),
+    "no object": ({O_PROJ: "NVFP4"}, f"states no quant_algo for {O_PROJ}"),
+    "a list": ({O_PROJ: {"quant_algo": ["NVFP4"]}}, f"the quant_algo ['NVFP4'] for {O_PROJ}"),
+    "the first of two": ({Q_A: {"quant_algo": "MXFP8"}, O_PROJ: {"quant_algo": "FP8"}}, f"'MXFP8' for {Q_A}"),
+}
+
+
+@pytest.mark.parametrize("layers, phrase", UNREAD.values(), ids=UNREAD)
+def test_an_algorithm_that_kconv_does_not_read_is_named_as_it_stands(layers, phrase, wide):
     checkpoint = open_checkpoint(wide("bf16")[1])
     config = json.loads(json.dumps(checkpoint.config))
-    config["quantization_config"]["quantized_layers"]["model.layers.0.self_attn.o_proj"]["quant_algo"] = "MXFP8"
-    with pytest.raises(SourceFormatUnknown, match="'MXFP8'"):
+    stated = config["quantization_config"]["quantized_layers"]
+    for module in layers:
+        del stated[module]
+    stated |= layers
+    with pytest.raises(SourceFormatUnknown, match=re.escape(phrase)):
+        stored_weights(checkpoint, parse_target_config(config))
+
+
+@pytest.mark.parametrize("said, phrase", [(["MIXED_PRECISION"], "['MIXED_PRECISION']"), (None, "states no quant_algo")])
+def test_an_algorithm_of_the_whole_that_kconv_does_not_read_is_named(said, phrase, wide):
+    checkpoint = open_checkpoint(wide("bf16")[1])
+    config = json.loads(json.dumps(checkpoint.config))
+    config["quantization_config"]["quant_algo"] = said
+    with pytest.raises(SourceFormatUnknown, match=re.escape(phrase)):
         stored_weights(checkpoint, parse_target_config(config))
 
 

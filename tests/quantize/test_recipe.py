@@ -12,7 +12,8 @@ ATTENTION = "model.layers.3.self_attn.o_proj"
 LATENT = "model.layers.3.self_attn.kv_a_proj_with_mqa"
 KV_B = "model.layers.3.self_attn.kv_b_proj"
 MLP = {"gate_proj", "up_proj", "down_proj"}
-NEVER = ("lm_head", "model.embed_tokens", "model.layers.3.mlp.gate", "model.layers.61.eh_proj")
+INDEXER = tuple(f"model.layers.3.self_attn.indexer.{part}" for part in ("weights_proj", "wk", "wq_b"))
+NEVER = ("lm_head", "model.embed_tokens", "model.layers.3.mlp.gate", "model.layers.61.eh_proj", *INDEXER)
 
 TAKES = {
     "nvfp4-experts": {EXPERT},

@@ -215,9 +215,14 @@ def exclude_mtp_by(*parts: str) -> Change:
     return excludes(lambda entries: [e for e in entries if e != f"{MTP}*"] + [f"{MTP}.{part}" for part in parts])
 
 
+def add_indexer(config: Json, tensors: Tensors, side: Json) -> None:
+    """Add what only an indexer (DeepSeek-V3.2, GLM-5) has, plain and excluded."""
+    tensors[f"{INDEXER}.weight"] = torch.ones(4, 64).bfloat16()
+
+
 # FP8 attention beside NVFP4 experts.
 MIXED = "nvfp4-experts-fp8-attention"
-O_PROJ = f"{ATTENTION}.o_proj"
+O_PROJ, INDEXER = f"{ATTENTION}.o_proj", f"{ATTENTION}.indexer.weights_proj"
 
 
 def state(name: str, algorithm: str) -> Change:
@@ -230,6 +235,33 @@ def state(name: str, algorithm: str) -> Change:
                 layers[name] = {"quant_algo": algorithm}
 
     return change
+
+
+def round_indexer(config: Json, tensors: Tensors, side: Json) -> None:
+    tensors[f"{INDEXER}.weight"] = torch.ones(4, 128).to(torch.float8_e4m3fn)
+    tensors[f"{INDEXER}.weight_scale"] = torch.ones(1, 1, 1, 1)
+
+
+def state_nvfp4(config: Json, tensors: Tensors, side: Json) -> None:
+    """State NVFP4 alone, in both files."""
+    for part in (config["quantization_config"], side["quantization"]):
+        del part["quantized_layers"]
+        part["quant_algo"] = "NVFP4"
+
+
+def size(name: str, group: int) -> Change:
+    """Return the change of the group size that both files state for a module."""
+
+    def change(config: Json, tensors: Tensors, side: Json) -> None:
+        for part in (config["quantization_config"], side["quantization"]):
+            part["quantized_layers"][name]["group_size"] = group
+
+    return change
+
+
+def ignore(entry: str) -> Change:
+    """Return the change that adds an entry to compressed-tensors' ignore list."""
+    return lambda config, tensors, side: config["quantization_config"]["ignore"].append(entry)
 
 
 def plain_again(module: str) -> Change:
@@ -263,6 +295,8 @@ FAULTS = (
                 both(unpack(f"{ATTENTION}.kv_a_proj_with_mqa"),
                      excludes(lambda e: [*e, f"{ATTENTION}.kv_a_proj_with_mqa"])), "nvfp4"),
     TargetFault("a router packed", "K407", pack(f"{LAYER}.mlp.gate")),
+    TargetFault("an indexer's weights_proj packed", "K407", both(add_indexer, pack(INDEXER)), "nvfp4"),
+    TargetFault("an indexer's weights_proj in FP8", "K407", both(round_indexer, state(INDEXER, "fp8_pb_wo")), MIXED),
     TargetFault("lm_head packed", "K408", both(pack("lm_head"), without("lm_head"))),
     TargetFault("INT4's bytes left beside", "K409", left_over),
     TargetFault("kv_b_proj packed", "K410", pack(f"{ATTENTION}.kv_b_proj"), "nvfp4"),
@@ -281,6 +315,10 @@ FAULTS = (
     TargetFault("quant_algo FP8", "K423", both(block(quant_algo="FP8"), side_block(quant_algo="FP8"))),
     TargetFault("quant_method of another library", "K423", block(quant_method="compressed-tensors")),
     TargetFault("groups of 32 in the side file", "K423", side_block(group_size=32)),
+    TargetFault("FP8 beside NVFP4, and both files say NVFP4", "K423", state_nvfp4, MIXED),
+    TargetFault("an algorithm that kconv does not read, beside NVFP4", "K423", state(O_PROJ, "FP8"), MIXED),
+    TargetFault("groups of 32 for one layer's experts", "K423", size(f"{LAYER}.mlp.experts", 32), MIXED),
+    TargetFault("FP8 in blocks of 64", "K423", size(O_PROJ, 64), MIXED),
     TargetFault("the algorithm in one file only", "K424", side_block(quant_algo="W4A16_NVFP4")),
     TargetFault("an exclude in one file only", "K424", side_block(exclude_modules=["lm_head"])),
     TargetFault("the KV cache's format in one file only", "K424", side_block(kv_cache_quant_algo="FP8")),
@@ -295,6 +333,7 @@ FAULTS = (
     TargetFault("an MTP layer without its projection", "K429", drop(f"{MTP}.eh_proj.weight"), mtp=True),
     TargetFault("an MTP layer in NVFP4", "K412", pack(f"{MTP}.mlp.shared_experts.up_proj"), mtp=True),
     TargetFault("compressed-tensors' form", "K436", to_compressed_tensors),
+    TargetFault("an entry of ignore that is no expression", "K438", both(to_compressed_tensors, ignore("re:("))),
     TargetFault("an FP8 module not named", "K437", state(O_PROJ, ""), MIXED),
     TargetFault("an FP8 module named NVFP4", "K437", state(O_PROJ, "NVFP4"), MIXED),
     TargetFault("a layer's experts not named", "K437", state(f"{LAYER}.mlp.experts", ""), MIXED),

@@ -24,9 +24,12 @@ from support.target_faults import (
     edit,
     excludes,
     fill,
+    ignore,
     kv_scale,
     no_blocks,
     root_gone,
+    state,
+    state_nvfp4,
     to_compressed_tensors,
     write_changed,
 )
@@ -93,8 +96,45 @@ def test_of_a_good_target_nothing_is_said(recipe, form, wrapped, mtp, good):
 @pytest.mark.parametrize("form, wrapped", [("bf16", False), ("int4", True), ("fp8", False)])
 def test_of_fp8_beside_nvfp4_only_who_cannot_read_it_is_said(form, wrapped, good):
     folder = good(MIXED, form, wrapped)
-    assert [(f.rule, f.severity) for f in check(folder)] == [("K414", "warning")]
+    assert [(f.rule, f.severity) for f in check(folder)] == [("K414", "error")]
     assert check(folder, for_=("vllm-v1", "trtllm")) == ()
+
+
+def test_sglangs_loader_of_kimi_k3_reads_fp8_in_blocks(good, tmp_path):
+    def rename(config, tensors, side):
+        config["architectures"] = ["KimiK3ForConditionalGeneration"]
+
+    assert check(write_changed(good(MIXED), tmp_path / "target", rename)) == ()
+
+
+# FP8 that vLLM reads beside NVFP4: what is stored of a module, from its rows and columns.
+OTHER_FP8 = {
+    "FP8": lambda rows, columns: {"weight_scale": torch.ones(()), "input_scale": torch.ones(())},
+    "FP8_PER_CHANNEL_PER_TOKEN": lambda rows, columns: {"weight_scale": torch.ones(rows, 1)},
+    "MXFP8": lambda rows, columns: {"weight_scale": torch.ones(rows, columns // 32, dtype=torch.uint8)},
+}
+
+
+@pytest.mark.parametrize("algorithm", OTHER_FP8)
+def test_of_fp8_by_another_algorithm_only_that_kconv_does_not_read_it_is_said(algorithm, good, tmp_path):
+    def change(config, tensors, side):
+        for name in [name for name in tensors if name.endswith(".o_proj.weight")]:
+            module = name.removesuffix(".weight")
+            scales = OTHER_FP8[algorithm](*tensors[name].shape)
+            tensors |= {f"{module}.{suffix}": scale for suffix, scale in scales.items()}
+            state(module, algorithm)(config, tensors, side)
+
+    found = check(write_changed(good(MIXED), tmp_path / "target", change), for_=("vllm-v1",))
+    assert [finding.rule for finding in found] == ["K423", "K423"]
+    for finding, file in zip(found, ("config.json", "hf_quant_config.json"), strict=True):
+        assert finding.where == f"{file}: quantized_layers"
+        assert f"has the quant_algo '{algorithm}', which kconv does not read" in finding.message
+
+
+def test_of_fp8_in_a_config_of_nvfp4_one_thing_is_said(good, tmp_path):
+    found = check(write_changed(good(MIXED), tmp_path / "target", state_nvfp4))
+    assert [finding.rule for finding in found] == ["K423"]
+    assert "is FP8 beside NVFP4, but the config is not MIXED_PRECISION; so are" in found[0].message
 
 
 def published(config, tensors, side):
@@ -156,6 +196,12 @@ def test_the_tensors_of_compressed_tensors_form_are_checked_too(change, said, go
 
 # Rules over the config that hold in compressed-tensors' form too: faults made before the conversion, then after it.
 BEFORE = ("K412", "K422", "K428", "K429", "K430", "K431", "K432", "K435")
+
+
+def leave_fp8(config, tensors, side):
+    tensors[f"{K_SCALE.rpartition('.')[0]}.weight"] = torch.ones(4, 32).to(torch.float8_e4m3fn)
+
+
 INT4_GROUP = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "group_size": 32}}}
 AFTER = {
     "no config": ("K420", no_blocks),
@@ -168,6 +214,7 @@ AFTER = {
     "scales of a KV cache that nothing speaks of": ("K427", kv_scale(K_SCALE, V_SCALE)),
     "an expression for everything": ("K431", block(ignore=["re:.*"])),
     "an expression that is none": ("K430", block(ignore=["re:("])),
+    "FP8 beside": ("K423", leave_fp8),
 }
 
 
@@ -189,6 +236,14 @@ def test_what_holds_of_modelopts_config_holds_of_compressed_tensors(fault, good,
 def test_the_config_of_compressed_tensors_form_is_checked_too(rule, change, good, tmp_path):
     folder = write_changed(good(), tmp_path / "target", both(to_compressed_tensors, change))
     assert rule in {finding.rule for finding in check(folder)}
+
+
+@pytest.mark.parametrize("entry", ["re:(", "re:a{99999999999}"])
+def test_an_entry_that_is_no_expression_is_named_beside_valid_ones(entry, good, tmp_path):
+    folder = write_changed(good(), tmp_path / "target", both(to_compressed_tensors, ignore(entry)))
+    found = {finding.rule: finding for finding in check(folder)}
+    assert found.keys() == {"K436", "K438"}
+    assert found["K438"].where.endswith(".ignore") and repr(entry) in found["K438"].message
 
 
 @pytest.mark.parametrize("wrapped, mtp", [(False, False), (True, False), (False, True)])

@@ -14,8 +14,13 @@ from .subject import ENGINES, concerned
 from .target import FLOATS, VALUES, TargetSubject
 
 AGAIN = "Quantize the target again."
+# Which vLLM and SGLang build without a place for a scale, of DeepSeek-V3.2's and GLM-5's indexer.
+INDEXER = ".indexer.weights_proj"
 # Modules that no engine reads packed, by the end of their names.
-NEVER = (".mlp.gate", "embed_tokens", ".eh_proj", "mtp.fc")
+NEVER = (".mlp.gate", "embed_tokens", ".eh_proj", "mtp.fc", INDEXER)
+# Whose loader of SGLang reads ModelOpt's FP8 in blocks:
+# https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/kimi_k3.py#L3189-L3191
+READS_BLOCKS = ("KimiK3ForConditionalGeneration", "KimiK3LinearForCausalLM")
 # The width of a module's input, by the last part of its name, in the config's own keys; `*` multiplies.
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa", "gate_proj", "up_proj"), ("hidden_size",)),
@@ -62,7 +67,7 @@ def fused_part_unpacked(subject: TargetSubject) -> Iterator[Found]:
 
 
 def fp8_part(subject: TargetSubject) -> Iterator[Found]:
-    for base, parts in subject.fp8.items():
+    for base, parts in subject.blocks.items():
         yield from (Found(fault.name, fault.what) for fault in FP8_PB_WO.faults(base, parts))
 
 
@@ -70,6 +75,14 @@ def never_quantized(subject: TargetSubject) -> Iterator[Found]:
     for base in subject.packed:
         if base.endswith(NEVER):
             yield Found(base, "is NVFP4")
+    yield from (Found(base, "is FP8") for base in subject.fp8 if base.endswith(INDEXER))
+
+
+def fp8_blocks_unread(subject: TargetSubject) -> Iterator[Found]:
+    classes = subject.config.get("architectures")
+    if not any(one in classes for one in READS_BLOCKS if isinstance(classes, list)):
+        scaled = [base for base, parts in subject.blocks.items() if FP8_PB_WO.scale in parts]
+        yield from _first(scaled, "is FP8 in blocks")
 
 
 def lm_head_quantized(subject: TargetSubject) -> Iterator[Found]:
@@ -243,7 +256,8 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K407",
         "never-quantized",
         "error",
-        "A router, an embedding or an MTP projection is NVFP4. No engine reads these packed.",
+        "A router, an embedding, an MTP projection or an indexer's weights_proj is quantized. Engines have no place for"
+        " its scales.",
         fix="Quantize the target again without them.",
         check=never_quantized,
     ),
@@ -304,13 +318,13 @@ RULES: tuple[Rule[TargetSubject], ...] = (
     Rule(
         "K414",
         "fp8-blocks-unread",
-        "warning",
-        "Modules are FP8 in ModelOpt's blocks. SGLang looks for their scales as weight_scale_inv with two dims, and"
-        " ModelOpt writes weight_scale with four. kconv knows vLLM to read them.",
+        "error",
+        "Modules are FP8 in ModelOpt's blocks. SGLang wants their scales in two dims, as weight_scale_inv: it drops"
+        " ModelOpt's weight_scale with a line in its log, or stops at its four dims. It reads Kimi-K3's alone.",
         fix="For SGLang, quantize again with a recipe without fp8. For vLLM alone, validate with --for vllm.",
         engines=concerned("K414"),
-        seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/layers/quantization/modelopt_quant.py#L934-L942",
-        check=lambda s: _first(list(s.fp8), "is FP8 in blocks"),
+        seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/deepseek_common/deepseek_weight_loader.py#L89-L97",
+        check=fp8_blocks_unread,
     ),
     Rule(
         "K440",

@@ -8,12 +8,12 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ...checkpoint.formats import CONFIG_KEY, FP8_PB_WO, NVFP4, NVFP4_MIXED, NVFP4_PACKED, SIDE_FILE, experts_of
+from ...checkpoint.formats import CONFIG_KEY, FP8_PB_WO, NVFP4, NVFP4_MIXED, NVFP4_PACKED, SIDE_FILE
 from ...errors import SourceFormatUnknown
 from ...rule import Found, Rule
 from ...targets.mtp import mtp_faults
 from .subject import concerned
-from .target import LAYER, OWN_LAYER, TargetSubject, bare, entries_of
+from .target import LAYER, OWN_LAYER, TargetSubject, bare, entries_of, to_object
 
 MODELOPT = "https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py"
 
@@ -26,6 +26,10 @@ def stale_text_block(subject: TargetSubject) -> Iterator[Found]:
 
 
 def algorithm_unknown(subject: TargetSubject) -> Iterator[Found]:
+    if subject.fp8 and subject.block and subject.format != NVFP4_MIXED:
+        first, more = next(iter(subject.fp8)), len(subject.fp8) - 1
+        what = f"is FP8 beside NVFP4, but the config is not {NVFP4_MIXED.algorithm}"
+        yield Found(first, what + (f"; so are {more:,} more" if more else ""))
     if subject.packed and not subject.modelopt:
         yield from _packed_unknown(subject.root_block or subject.text_block)
         return
@@ -40,6 +44,23 @@ def algorithm_unknown(subject: TargetSubject) -> Iterator[Found]:
         for size in _sizes(block):
             if size != NVFP4.group:
                 yield Found(f"{where}: group_size", f"is {size!r}, but NVFP4 has groups of {NVFP4.group}")
+        if algorithm == NVFP4_MIXED.algorithm:
+            yield from _layers_unknown(f"{where}: {NVFP4_MIXED.key}", block)
+
+
+def _layers_unknown(where: str, block: Mapping[str, Any]) -> Iterator[Found]:
+    """Yield what kconv does not read of the algorithms and the sizes that are stated for modules, each value once."""
+    told: dict[str, list[str]] = {}
+    for module, said in NVFP4_MIXED.unread(block).items():
+        what = "has no quant_algo" if said is None else f"has the quant_algo {said!r}, which kconv does not read"
+        told.setdefault(what, []).append(module)
+    groups = dict.fromkeys(NVFP4.algorithms, NVFP4.group) | {FP8_PB_WO.name: FP8_PB_WO.width}
+    for module, said in NVFP4_MIXED.stated(block).items():
+        group, size = groups.get(NVFP4_MIXED.meant(said)), to_object(block[NVFP4_MIXED.key][module]).get("group_size")
+        if group and size not in (None, group):
+            told.setdefault(f"has the group_size {size!r}, but {said} has groups of {group}", []).append(module)
+    for what, modules in told.items():
+        yield Found(where, f"{modules[0]} {what}" + (f"; so have {len(modules) - 1:,} more" if modules[1:] else ""))
 
 
 def _packed_unknown(block: Mapping[str, Any]) -> Iterator[Found]:
@@ -73,7 +94,10 @@ def side_file_differs(subject: TargetSubject) -> Iterator[Found]:
             f"{SIDE_FILE}: exclude_modules",
             f"{len(mine ^ its)} entries are in only one of the two files, e.g. {entry!r}",
         )
-    stated, others = (NVFP4_MIXED.stated(block) for block in (one, other))
+    stated, others = (
+        {module: NVFP4_MIXED.meant(said) for module, said in NVFP4_MIXED.stated(block).items()}
+        for block in (one, other)
+    )
     if unequal := {module for module, _ in stated.items() ^ others.items()}:
         yield Found(
             f"{SIDE_FILE}: {NVFP4_MIXED.key}", f"{len(unequal)} modules are stated otherwise, e.g. {min(unequal)}"
@@ -86,16 +110,22 @@ def layers_misstated(subject: TargetSubject) -> Iterator[Found]:
     if subject.format != NVFP4_MIXED:
         return
     stated, where = subject.layers, f"config.json: {CONFIG_KEY}.{NVFP4_MIXED.key}"
+    unread = {bare(name) for name in NVFP4_MIXED.unread(subject.block)}
     used: set[str] = set()
-    for modules, allowed in ((subject.packed, NVFP4.algorithms), (subject.fp8, (FP8_PB_WO.name,))):
+    for modules, form, allowed in (
+        (subject.packed, NVFP4.name, NVFP4.algorithms),
+        (subject.fp8, "FP8", (FP8_PB_WO.name,)),
+    ):
         for module in modules:
-            # A layer's routed experts have one name together, or one each.
-            names = [name for name in (bare(module), bare(experts_of(module))) if name in stated]
+            names = subject.named(module)
             used.update(names)
-            if not any(stated[name] in allowed for name in names):
-                said = f"says {stated[names[0]]} of it" if names else "does not name it"
-                yield Found(module, f"is {allowed[0]}, but {NVFP4_MIXED.key} {said}")
-    for name in sorted(stated.keys() - used):
+            # Of FP8 by an algorithm that kconv does not read, `algorithm_unknown` tells.
+            if module in subject.fp8 and not unread.isdisjoint(names):
+                continue
+            if not any(NVFP4_MIXED.meant(stated[name]) in allowed for name in names):
+                said = f"says {stated[names[0]]!r} of it" if names else "does not name it"
+                yield Found(module, f"is {form}, but {NVFP4_MIXED.key} {said}")
+    for name in sorted(stated.keys() - used - unread):
         yield Found(where, f"{name} is {stated[name]}, but no such module is stored")
 
 
@@ -198,6 +228,11 @@ def exclude_kv_b_proj(subject: TargetSubject) -> Iterator[Found]:
                 yield Found(where, f"{entry!r} matches kv_b_proj")
 
 
+def ignore_invalid(subject: TargetSubject) -> Iterator[Found]:
+    for entry, why in subject.excludes.invalid.items():
+        yield Found(f"config.json: {CONFIG_KEY}.ignore", f"{entry!r} is no regular expression: {why}")
+
+
 def exclude_part_of_name(subject: TargetSubject) -> Iterator[Found]:
     if not subject.modelopt:
         return
@@ -261,7 +296,8 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K423",
         "algorithm-unknown",
         "error",
-        "The weights are NVFP4, but the config names another method, algorithm, format or group size.",
+        "The weights are NVFP4, but the config names another method, algorithm, format or group size. Beside NVFP4,"
+        " kconv reads FP8_PB_WO of MIXED_PRECISION alone; engines read more.",
         fix='Write quant_method "modelopt", quant_algo "NVFP4", "W4A16_NVFP4" or "MIXED_PRECISION", and groups of 16.'
         " kconv quantize writes each form's config.",
         seen_in=f"{MODELOPT}#L793-L824",
@@ -403,5 +439,15 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         " model.layers.1.mlp.experts. kconv quantize does.",
         seen_in=f"{MODELOPT}#L1717-L1794",
         check=layers_misstated,
+    ),
+    Rule(
+        "K438",
+        "ignore-invalid",
+        "error",
+        "An entry of ignore in compressed-tensors' form is no regular expression. vLLM stops when it compares a module"
+        " with it.",
+        fix="Correct what follows re:, or remove the entry.",
+        seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/utils/config_utils.py#L392-L412",
+        check=ignore_invalid,
     ),
 )

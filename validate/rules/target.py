@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import translate
 from functools import cached_property
@@ -20,6 +19,7 @@ from ...checkpoint.formats import (
     SIDE_FILE,
     Nvfp4,
     PartFault,
+    experts_of,
 )
 from ...checkpoint.header import TensorInfo
 from ...errors import KconvError
@@ -64,6 +64,11 @@ class Excludes:
         """Return whether an entry covers a module for TensorRT-LLM."""
         return bool(self.entries) and any(self._whole.fullmatch(name) for name in (module, *_parents(module)))
 
+    @property
+    def invalid(self) -> Mapping[str, str]:
+        """The entries at which vLLM stops, and what is wrong with each."""
+        return {}
+
     @cached_property
     def _any(self) -> re.Pattern[str]:
         return re.compile("|".join(f"(?P<e{i}>{_reading(entry)})" for i, entry in enumerate(self.entries)))
@@ -91,14 +96,26 @@ class PackedExcludes(Excludes):
     def _exact(self) -> Mapping[str, str]:
         return {bare(entry): entry for entry in self.entries if not entry.startswith("re:")}
 
+    @property
+    def invalid(self) -> Mapping[str, str]:
+        """See `Excludes.invalid`."""
+        return {entry: read for entry, read in self._compiled.items() if isinstance(read, str)}
+
     @cached_property
     def _read(self) -> Mapping[str, re.Pattern[str]]:
-        found = {}
-        for entry in self.entries:
-            # vLLM stops at an expression that is none.
-            with suppress(re.error):
-                found |= {entry: re.compile(entry[3:])} if entry.startswith("re:") else {}
-        return found
+        return {entry: read for entry, read in self._compiled.items() if isinstance(read, re.Pattern)}
+
+    @cached_property
+    def _compiled(self) -> Mapping[str, re.Pattern[str] | str]:
+        return {entry: _compile(entry[3:]) for entry in self.entries if entry.startswith("re:")}
+
+
+def _compile(expression: str) -> re.Pattern[str] | str:
+    """Return an expression that can be matched, or what is wrong with it."""
+    try:
+        return re.compile(expression)
+    except (re.error, OverflowError, RecursionError) as fault:
+        return str(fault)
 
 
 def _reading(entry: str) -> str:
@@ -120,17 +137,17 @@ class TargetSubject(Subject):
     @cached_property
     def root_block(self) -> Mapping[str, Any]:
         """config.json's quantization_config, empty if there is none."""
-        return _object(self.config.get(CONFIG_KEY))
+        return to_object(self.config.get(CONFIG_KEY))
 
     @property
     def text(self) -> Mapping[str, Any]:
         """The text model's part of config.json; the whole config if nothing is wrapped."""
-        return _object(self.config.get("text_config", self.config))
+        return to_object(self.config.get("text_config", self.config))
 
     @cached_property
     def text_block(self) -> Mapping[str, Any]:
         """The quantization_config inside text_config, empty if there is none."""
-        return _object(_object(self.config.get("text_config")).get(CONFIG_KEY))
+        return to_object(to_object(self.config.get("text_config")).get(CONFIG_KEY))
 
     @cached_property
     def side(self) -> Mapping[str, Any]:
@@ -138,7 +155,7 @@ class TargetSubject(Subject):
         file = self.checkpoint.folder / SIDE_FILE
         try:
             there = not self.checkpoint.headers_only and file.exists()
-            return _object(read_json(file).get("quantization")) if there else {}
+            return to_object(read_json(file).get("quantization")) if there else {}
         except KconvError:
             return {}
 
@@ -191,7 +208,7 @@ class TargetSubject(Subject):
 
     @cached_property
     def fp8(self) -> Mapping[str, Mapping[str, TensorInfo]]:
-        """The FP8 modules of ModelOpt's mixed form: their tensors by suffix."""
+        """The FP8 modules beside NVFP4: their tensors by the suffixes of ModelOpt's FP8 in blocks."""
         values = FP8_PB_WO.tensors[FP8_PB_WO.values].dtype
         bases = (name.removesuffix(f".{FP8_PB_WO.values}") for name, i in self.tensors.items() if i.dtype == values)
         return {
@@ -201,13 +218,27 @@ class TargetSubject(Subject):
                 if f"{base}.{suffix}" in self.tensors
             }
             for base in bases
-            if self.format == NVFP4_MIXED and f"{base}.{FP8_PB_WO.values}" in self.tensors
+            if (self.packed or self.format == NVFP4_MIXED) and f"{base}.{FP8_PB_WO.values}" in self.tensors
         }
 
-    @property
-    def layers(self) -> Mapping[str, str]:
+    @cached_property
+    def blocks(self) -> Mapping[str, Mapping[str, TensorInfo]]:
+        """Those that ModelOpt's mixed form states to be FP8 in blocks."""
+        return {
+            base: parts
+            for base, parts in self.fp8.items()
+            if any(NVFP4_MIXED.meant(self.layers[name]) == FP8_PB_WO.name for name in self.named(base))
+        }
+
+    @cached_property
+    def layers(self) -> Mapping[str, object]:
         """The algorithm that ModelOpt's mixed form states for each module, by its bare name."""
-        return {bare(name): said for name, said in NVFP4_MIXED.stated(self.block).items()}
+        stated = NVFP4_MIXED.stated(self.block) if self.format == NVFP4_MIXED else {}
+        return {bare(name): said for name, said in stated.items()}
+
+    def named(self, module: str) -> list[str]:
+        """Return the names of `layers` for a module: a layer's routed experts have one together, or one each."""
+        return [name for name in dict.fromkeys((bare(module), bare(experts_of(module)))) if name in self.layers]
 
     @cached_property
     def faults(self) -> tuple[PartFault, ...]:
@@ -248,13 +279,13 @@ class TargetSubject(Subject):
     @property
     def is_nvfp4(self) -> bool:
         """Whether its tensors or its config say that it is quantized."""
-        stated = (self.block.get("quant_algo"), *NVFP4_MIXED.stated(self.block).values())
-        return bool(self.packed) or self.format == NVFP4_PACKED or any(NVFP4.name in str(one) for one in stated)
+        stated = (str(self.block.get("quant_algo")), *map(NVFP4_MIXED.meant, NVFP4_MIXED.stated(self.block).values()))
+        return bool(self.packed) or self.format == NVFP4_PACKED or any(NVFP4.name in one for one in stated)
 
     @property
     def weight_only(self) -> bool:
         """Whether its config says that activations stay unquantized."""
-        groups = [_object(group) for group in _object(self.block.get("config_groups")).values()]
+        groups = [to_object(group) for group in to_object(self.block.get("config_groups")).values()]
         unread = bool(groups) and all(group.get("input_activations") is None for group in groups)
         return self.block.get("quant_algo") == NVFP4.weight_only_name or unread
 
@@ -287,5 +318,6 @@ def entries_of(block: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(entry for entry in listed if isinstance(entry, str)) if isinstance(listed, list) else ()
 
 
-def _object(value: object) -> Mapping[str, Any]:
+def to_object(value: object) -> Mapping[str, Any]:
+    """Return a config's value if it is an object, otherwise an empty one."""
     return value if isinstance(value, Mapping) else {}
