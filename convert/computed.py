@@ -11,6 +11,7 @@ from ..checkpoint.bytes import INTEGERS, ROWS, row_bytes, stream
 from ..checkpoint.header import TensorInfo, byte_size
 from ..checkpoint.values import cast_floats
 from ..errors import TensorValue
+from ..lines import counted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -109,7 +110,7 @@ def rounded(info: TensorInfo, dtype: str) -> Computed:
             found, beyond = cast_floats(chunk, info.dtype, dtype)
             if beyond:
                 raise TensorValue(
-                    f"{beyond} value{'s' * (beyond > 1)} of {info.name} beyond the range of {dtype}",
+                    f"{info.name} has {counted(beyond, 'value')} beyond the range of {dtype}",
                     where=info.file,
                     fix="Remove --dtype.",
                 )

@@ -274,7 +274,8 @@ def portable(report: Report) -> Report:
 
 def _is_path(text: str) -> bool:
     # What is gone by now was a path, unless it is a sentence.
-    return os.sep in text and (os.path.lexists(text) or (Path(text).is_absolute() and len(text.split()) == 1))
+    gone = Path(text).is_absolute() and len(text.split()) == 1
+    return os.sep in text.rstrip(os.sep) and (gone or os.path.lexists(text))
 
 
 def _paths(names: Iterable[str]) -> re.Pattern[str]:
