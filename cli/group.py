@@ -222,7 +222,8 @@ class Kconv(click.Group):
         name = args[0]
         if name not in self.list_commands(ctx) and not name.startswith("-") and not ctx.resilient_parsing:
             close = likely(name, self.list_commands(ctx))
-            meant = f" Did you mean {' or '.join(close)}?" if close else " kconv --help lists them."
+            named = (", " if len(close) > 3 else " or ").join(close)
+            meant = f" Did you mean {named}?" if close else " kconv --help lists them."
             ctx.fail(f"There is no command {name!r}.{meant}")
         return super().resolve_command(ctx, args)
 
@@ -327,4 +328,6 @@ def likely(name: str, known: list[str]) -> list[str]:
     name = name.lower().replace("_", "-")
     close = [name] if name in known else get_close_matches(name, [*known, *OTHER_WORDS], n=3, cutoff=0.6)
     meant = [word for one in close for word in OTHER_WORDS.get(one, (one,)) if word in known]
+    # Of an engine or a library that kconv writes nothing for, those that it does.
+    meant = meant or [one for one in known if name.startswith("to-") and one.startswith("to-")]
     return list(dict.fromkeys(meant))

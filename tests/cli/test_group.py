@@ -91,6 +91,10 @@ def test_other_words_are_understood(word, names):
     assert set(names) <= COMMANDS.keys() and word not in COMMANDS
 
 
+def test_another_layout_is_answered_with_those_that_kconv_writes():
+    assert "Did you mean to-vllm, to-sglang, to-trtllm" in say("to-nemo", "head", "out").stderr
+
+
 @pytest.mark.parametrize("word, said", {"--epochs": "--set passes=N", "--learning-rate": "--set lr=RATE"}.items())
 def test_a_setting_of_a_recipe_that_is_given_as_an_option_is_understood(word, said):
     result = say("train", "target", "out", word, "3")
