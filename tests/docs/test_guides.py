@@ -97,7 +97,6 @@ GIVEN = {
     "prompts.jsonl": lambda: Path("prompts.jsonl").write_text(lines_of("train", 80)),
     "calibration.jsonl": lambda: Path("calibration.jsonl").write_text(lines_of("train", 6)),
     "held-out.jsonl": lambda: Path("held-out.jsonl").write_text(lines_of("held_out", 4)),
-    "more.jsonl": lambda: shutil.copy("dialogues.jsonl", "more.jsonl"),
     "my-small-target": lambda: shutil.copytree("my-target", "my-small-target"),
     "nvidia/Kimi-K2.6-Eagle3": lambda: a_head("nvidia/Kimi-K2.6-Eagle3"),
     "my-head": lambda: a_head("my-head"),
