@@ -44,8 +44,6 @@ def _settings(value: Any) -> Any:
         key, equals, text = str(setting).partition("=")
         if not equals or not key:
             raise ValueError(f"{setting!r} is not KEY=VALUE")
-        if key in found:
-            raise ValueError(f"{key} is set twice")
         try:
             # A list of numbers may omit its brackets, as everywhere on the command line.
             found[key] = parse_json(f"[{text}]" if NUMBERS.fullmatch(text) else text)

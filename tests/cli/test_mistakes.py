@@ -300,7 +300,6 @@ MISTAKES: list[tuple[str, str, int, tuple[str, ...]]] = [
     ("states without an attention", "to-vllm head out --states s", 2, ("--states", "--target")),
     ("a context without an attention", "to-vllm head out --heal 5", 2, ("--heal", "--attention")),
     ("data and states", "train target out --recipe eagle3-mla --data d --states s", 2, ("--data", "--states")),
-    ("a setting twice", "train target out --recipe eagle3-mla --data d --set lr=1 --set lr=2", 2, ("lr is set twice",)),
     ("a setting without a value", "train target out --recipe eagle3-mla --data d --set lr", 2, ("--set", "KEY=VALUE")),
     ("a training recipe's name", "train target out --recipe eagle3_mla --data prompts.jsonl", 1,
      ("eagle3_mla", "eagle3-mla")),
