@@ -770,6 +770,7 @@ def card(
     acceptance: Sequence[_Path] = (),
     facts: _Path | None = None,
     style: Literal["short", "compact", "nvidia"] = "short",
+    name: str = "",
     base_model: str = "",
     license: str = "unknown",
     license_file: Sequence[_Path] = (),
@@ -786,9 +787,10 @@ def card(
     """Write HEAD's model card from its manifest, reports, figures and facts.
 
     Empty sections are left out. --missing lists the facts that they need, and --init writes a facts file to fill in.
-    License texts are copied from the source, the target and --license-file. A folder that kconv did not write also gets
-    a card, if the facts name the head. Exit 1 if --missing or --check find something, or if a license requires more
-    than the card has. --out copies HEAD, the evidence and the card into a new folder for kconv publish.
+    License texts are copied from the source, the target and --license-file; Apache-2.0's kconv brings itself. A folder
+    that kconv did not write also gets a card, if --name or the facts name the head. Exit 1 if --missing or --check find
+    something, or if a license requires more than the card has. --out copies HEAD, the evidence and the card into a new
+    folder for kconv publish.
 
     Args:
         head: The head's folder.
@@ -796,6 +798,7 @@ def card(
         acceptance: acceptance.json of kconv bench, or quoted; repeatable.
         facts: YAML with facts that no file states; see --init.
         style: Sections and their order.
+        name: Hub id under which the head will be published.
         base_model: Hub id of the target.
         license: License of the head: an SPDX id, or its name on the Hub.
         license_file: Text of a license; repeatable.

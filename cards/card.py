@@ -107,8 +107,9 @@ def gather(
         own = facts.license.model_copy(update={"target": theirs.id if theirs else None})
         facts = facts.model_copy(update={"license": own})
     source = source or (_stated_source(manifest) if manifest else folder)
-    texts = find_texts([source, *([target] if target else [])], given)
-    unstated = unstated_text(source, (facts.license.id, facts.license.target))
+    licenses = (facts.license.id, facts.license.target)
+    texts = find_texts([source, *([target] if target else [])], given, licenses)
+    unstated = unstated_text(source, licenses)
     # A quantized target is its own target.
     of_the_target = _config(folder if is_target(manifest) else target)
     own_code = needs_code(of_the_target, _config(folder) or {}, facts.base_model or "")

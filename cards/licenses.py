@@ -1,6 +1,7 @@
 """The licenses of this field as data, their texts, and the LICENSE and NOTICE files of a head.
 
-An engineering reading, not legal advice. No license's text is here: texts are copied from where the weights come from.
+An engineering reading, not legal advice. Texts are copied from where the weights come from; of kconv's
+own license, which reads the same for every work, kconv has a copy.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ SOURCE_LICENSE = "LICENSE-SOURCE"
 # The target's, beside the head's own.
 TARGET_LICENSE = "LICENSE-TARGET"
 LARGEST = 200_000  # bytes; a larger file is not a license
+# The texts that kconv brings: those that name no holder.
+KEPT = {"apache-2.0": Path(__file__).parents[1] / "LICENSE"}
 
 
 @dataclass(frozen=True)
@@ -291,12 +294,15 @@ def given_texts(
     return tuple(first.values()), target
 
 
-def find_texts(folders: Iterable[Path], given: Iterable[LicenseText] = ()) -> tuple[LicenseText, ...]:
+def find_texts(
+    folders: Iterable[Path], given: Iterable[LicenseText] = (), stated: Iterable[str | None] = ()
+) -> tuple[LicenseText, ...]:
     """Read the license texts in folders.
 
     Args:
         folders: the source's and the target's; a missing one holds none.
         given: by the user; the first text of a license wins, and these come first.
+        stated: ids of licenses; where no folder has the text of one, it is the text that kconv keeps, if any.
 
     Raises:
         LicenseUnknown: a link leads out of its folder.
@@ -307,6 +313,7 @@ def find_texts(folders: Iterable[Path], given: Iterable[LicenseText] = ()) -> tu
             license = recognise(text)
             if license:
                 texts.append(LicenseText(license, text, file))
+    texts += [LicenseText(LICENSES[name], _read(KEPT[name]), KEPT[name]) for name in stated if name in KEPT]
     first: dict[str, LicenseText] = {}
     for found in texts:
         first.setdefault(found.license.id, found)

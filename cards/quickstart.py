@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from ..engines.base import HEAD, TARGET, Deployment, Launch
 from ..engines.registry import engine, engines_of
 from ..escape import command_lines, yaml
+from . import target_card
 from .evidence import Evidence
 
 # Names that no card has, to find where a serve line has one.
@@ -42,21 +43,20 @@ def starts(evidence: Evidence) -> tuple[Start, ...]:
     )
 
 
-def served_names(evidence: Evidence, card: str) -> set[str]:
-    """Return the names by which a card's serve lines call the head and its target."""
-    facts = evidence.facts.model_copy(update={"name": MARKS[0], "base_model": MARKS[1]})
-    lines = [
-        line
-        for one in starts(replace(evidence, facts=facts))
-        for line in (one.command + "\n" + one.config).splitlines()
-    ]
-    found: set[str] = set()
-    for line in lines:
+def served_names(evidence: Evidence, card: str) -> tuple[set[str], set[str]]:
+    """Return the names by which a card's serve lines call what it is of, and those by which they call its target."""
+    marked = replace(evidence, facts=evidence.facts.model_copy(update={"name": MARKS[0], "base_model": MARKS[1]}))
+    if target_card.is_target(evidence.manifest):
+        texts = [command for _, command in target_card.commands(marked)]
+    else:
+        texts = [text for one in starts(marked) for text in (one.command, one.config)]
+    found: dict[str, set[str]] = {mark: set() for mark in MARKS}
+    for line in (line.strip() for text in texts for line in text.splitlines()):
         for mark in MARKS:
-            before, marked, _ = line.strip().partition(mark)
-            if marked and before:
-                found |= set(re.findall(name_after(before), card))
-    return found
+            before, stands, _ = line.partition(mark)
+            if stands and before:
+                found[mark] |= set(re.findall(name_after(before), card))
+    return found[MARKS[0]], found[MARKS[1]]
 
 
 def name_after(before: str) -> str:

@@ -67,11 +67,11 @@ def figures(evidence: Evidence) -> dict[str, Any]:
         "rows": _rows(evidence.report),
         "harness": found[0].harness if (found := _accuracy(evidence.report)) else "",
         "tasks": [accuracy(row) for row in found],
-        "commands": list(_commands(evidence)),
+        "commands": list(commands(evidence)),
     }
 
 
-def _commands(evidence: Evidence) -> Iterator[tuple[str, str]]:
+def commands(evidence: Evidence) -> Iterator[tuple[str, str]]:
     """Yield the title of each engine that kconv can name a command of, and that command."""
     for engine in engines():
         if (launch := engine.launch) and launch.spread and (launch.packed or not packed(evidence.manifest)):

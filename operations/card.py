@@ -78,14 +78,15 @@ class Card(Operation):
     """Write HEAD's model card from its manifest, reports, figures and facts.
 
     Empty sections are left out. --missing lists the facts that they need, and --init writes a facts file to fill in.
-    License texts are copied from the source, the target and --license-file. A folder that kconv did not write also gets
-    a card, if the facts name the head. Exit 1 if --missing or --check find something, or if a license requires more
-    than the card has. --out copies HEAD, the evidence and the card into a new folder for kconv publish.
+    License texts are copied from the source, the target and --license-file; Apache-2.0's kconv brings itself. A folder
+    that kconv did not write also gets a card, if --name or the facts name the head. Exit 1 if --missing or --check find
+    something, or if a license requires more than the card has. --out copies HEAD, the evidence and the card into a new
+    folder for kconv publish.
     """
 
     EXAMPLES = (
         "kconv card my-head-vllm --init facts.yaml",
-        "kconv card my-head-vllm --report report/report.json --base-model moonshotai/Kimi-K2.6",
+        "kconv card my-head-vllm --report report/report.json --name my-org/my-head --base-model moonshotai/Kimi-K2.6",
         "kconv card my-head-vllm --style nvidia --facts facts.yaml --acceptance acceptance.json --license-file LICENSE",
         "kconv card my-head-vllm --report report/report.json --acceptance acceptance.json --out my-release",
     )
@@ -97,6 +98,7 @@ class Card(Operation):
     acceptance: tuple[Name, ...] = option((), "acceptance.json of kconv bench, or quoted; repeatable.", kind="file")
     facts: Name | None = option(None, "YAML with facts that no file states; see --init.", kind="file")
     style: Literal["short", "compact", "nvidia"] = option("short", "Sections and their order.")
+    name: str = option("", "Hub id under which the head will be published.")
     base_model: str = option("", "Hub id of the target.")
     license: str = option("unknown", "License of the head: an SPDX id, or its name on the Hub.")
     license_file: tuple[Name, ...] = option((), "Text of a license; repeatable.", kind="file")
@@ -186,4 +188,5 @@ class Card(Operation):
             facts = facts.model_copy(
                 update={"license": facts.license.model_copy(update={"id": by_id(self.license).id})}
             )
-        return facts.model_copy(update={"base_model": self.base_model}) if self.base_model else facts
+        stated = {"name": self.name, "base_model": self.base_model}
+        return facts.model_copy(update={key: value for key, value in stated.items() if value})

@@ -134,7 +134,7 @@ def _licenses(step: Card, context: StepContext, planned: Planned) -> Iterator[Fi
     folders = [source.fetch_license() for name in (step.source, step.target) if (source := context.maybe(name))]
     files = [context.path(file) for file in step.license_file]
     given, _ = given_texts(files, facts.license.id, of_target(facts.license.target, facts.base_model))
-    texts = find_texts(folders, given)
+    texts = find_texts(folders, given, (facts.license.id, facts.license.target))
     at_hand = {one.license.id for one in texts}
     for rule, license in (("L1", facts.license.id), ("L3", facts.license.target)):
         wanted = LICENSES.get(license or "")

@@ -218,13 +218,18 @@ def _card(candidate: Candidate) -> Iterator[Found]:
 
 
 def _names(candidate: Candidate) -> Iterator[Found]:
-    # Who downloads the release has no such folder; the card's own name is the folder's where no facts name the head.
-    if is_target(candidate.manifest):
-        return
+    # Who downloads the release has no such folder, and a folder may be named like a Hub id. The card's own name is the
+    # folder's where nothing else names the head.
     evidence = Evidence(candidate.folder, candidate.facts, candidate.manifest, candidate.report)
-    for name in sorted(served_names(evidence, candidate.card)):
+    own, targets = served_names(evidence, candidate.card)
+    bases = read_front_matter(candidate.card).base_models
+    for name in sorted(own | targets):
         if not HUB_ID.fullmatch(name):
             yield Found(CARD, f"a serve line names {name}, which is no Hub id")
+        elif name in own and candidate.repo and name != candidate.repo:
+            yield Found(CARD, f"a serve line names {name}, but this is published as {candidate.repo}")
+        elif name in targets and bases and name not in bases:
+            yield Found(CARD, f"a serve line names the target {name}, which base_model does not list")
 
 
 def _secrets(candidate: Candidate) -> Iterator[Found]:
@@ -359,9 +364,9 @@ CHECKS = (
         "P116",
         "serve-lines-name-hub-ids",
         "error",
-        "The card's serve lines name the head and its target by their Hub ids.",
-        "State name and base_model in the facts (kconv card DIR --init FILE), and write the card again with kconv card "
-        "DIR --force --facts FILE.",
+        "The card's serve lines name REPO, and the target by its Hub id.",
+        "Write the card again: kconv card DIR --force --name REPO --base-model ID, with the same other options as "
+        "before.",
         _names,
     ),
 )

@@ -13,7 +13,7 @@ import stat
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -96,6 +96,7 @@ class Candidate:
         files: what would be published: the path in the copy, by name.
         odd: names that are not plain files; their content is not the folder's own.
         acceptance: each acceptance.json to include, by its name.
+        repo: where it is to be published; "" if that is not known.
     """
 
     folder: Path
@@ -106,6 +107,7 @@ class Candidate:
     acceptance: Mapping[str, AcceptanceFile]
     floor: Floor | None
     facts: Facts = field(default_factory=Facts)
+    repo: str = ""
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -228,12 +230,18 @@ def _link(file: Path, to: Path) -> None:
 
 
 def open_candidate(
-    folder: Path, report: Path | None, acceptance: Sequence[Path], floor: Floor | None, facts: Facts | None = None
+    folder: Path,
+    report: Path | None,
+    acceptance: Sequence[Path],
+    floor: Floor | None,
+    facts: Facts | None = None,
+    repo: str = "",
 ) -> Candidate:
     """Collect what a folder is judged by: by default its own report.json and acceptance*.json.
 
     Args:
         report, acceptance: evidence elsewhere; for a report, its folder may be named too.
+        repo: where it is to be published; "" if that is not known.
     """
     refuse_absent(folder)
     figures = {acceptance_name(number): file for number, file in enumerate(acceptance)}
@@ -248,7 +256,7 @@ def open_candidate(
         for name, file in originals.items():
             _hold(file, copy / name)
         with naming_originals(copy, folder, elsewhere):
-            made = _open_copy(copy, folder, originals, floor, facts or Facts())
+            made = replace(_open_copy(copy, folder, originals, floor, facts or Facts()), repo=repo)
     except BaseException:
         remove()
         raise

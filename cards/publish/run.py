@@ -107,7 +107,8 @@ def approve(folder: Path, options: PublishOptions, say: Say = lambda _: None) ->
     refuse_contradictions(options)
     say("checking every byte")
     report = Path(options.report) if options.report else None
-    candidate = open_candidate(folder, report, [Path(file) for file in options.acceptance], floor or recorded, facts)
+    figures = [Path(file) for file in options.acceptance]
+    candidate = open_candidate(folder, report, figures, floor or recorded, facts, options.repo)
     return prepare(candidate, [Allowance(rule, why) for rule, why in options.allow.items()])
 
 

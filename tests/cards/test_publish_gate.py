@@ -316,6 +316,8 @@ def test_a_whole_publication_refuses_what_its_parts_refuse(folder):
         approve(folder, PublishOptions(repo=REPO, **floor))
     with pytest.raises(PublishRefused, match="both private and public"):
         approve(folder, PublishOptions(repo=REPO, private=True, public=True))
+    with pytest.raises(PublishRefused, match=f"P116 README.md: a serve line names {REPO}, but this is published as"):
+        approve(folder, PublishOptions(repo="org/another"))
     (folder / "README.md").unlink()
     with pytest.raises(PublishRefused, match="P113"):
         approve(folder, PublishOptions(repo=REPO))

@@ -85,6 +85,15 @@ def test_the_gate_asks_for_noise_and_perplexity_and_for_no_acceptance(release):
     assert not found & {"P101", "P102", "P103", "P104", "P105", "P106", "P108", "P109", "P110", "P113", "P114", "P115"}
 
 
+def test_its_serve_lines_name_the_repository(made):
+    out = made / "named"
+    name = ("--name", "org/target-nvfp4", "--base-model", "org/target")
+    CliRunner().invoke(main, ["card", *map(str, (made / "nvfp4", "--report", made / "report", *name, "--out", out))])
+    for repo, fails in {"org/target-nvfp4": False, "org/another": True}.items():
+        rules = {finding.rule for finding in judge(open_candidate(out, None, (), None, repo=repo))}
+        assert ("P116" in rules) == fails, repo
+
+
 def test_a_figure_put_in_by_hand_is_found(release, made):
     card = release / "README.md"
     text = card.read_text()

@@ -20,6 +20,7 @@ from kconv.convert.plan import plan
 from kconv.convert.read import read_head
 from kconv.engines import by_name
 
+APACHE_FILE = "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
 FIGURE = {
     "metric": "al_incl_bonus", "value": 2.5, "draft_tokens": 3, "tree": "chain", "averaging": "macro_request",
     "engine": "vllm", "engine_version": "0.32.0", "dataset": "MT-Bench", "prompts": 80, "date": "2026-11-21",
@@ -121,6 +122,15 @@ def test_checks_say_what_is_owed_and_write_nothing(head, tmp_path):
     assert (result.exit_code, result.stdout) == (0, f"{head}: license checks passed\n")
 
 
+def test_a_card_under_apache_needs_no_file_and_names_the_head_as_it_is_told(head):
+    result = run(head, "--name", "org/head", "--base-model", "org/target", "--license", "Apache-2.0")
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (0, f"{head}: license checks passed"), result.stderr
+    # The file at https://www.apache.org/licenses/LICENSE-2.0.txt, as the Hub's models have it.
+    assert sha256((head / "LICENSE").read_bytes()).hexdigest() == APACHE_FILE
+    card = (head / "README.md").read_text()
+    assert "\n# org/head\n" in card and "[LICENSE](LICENSE)" in card
+
+
 def test_a_card_that_lacks_what_is_owed_is_written_and_no_success(head):
     result = run(head, "--base-model", "org/target")
     assert (result.exit_code, result.stdout) == (1, f"{head / 'README.md'}\n")
@@ -130,20 +140,18 @@ def test_a_card_that_lacks_what_is_owed_is_written_and_no_success(head):
 @pytest.mark.parametrize("name", ["MODMIT", "LICENSE-TARGET"])
 def test_the_targets_text_is_used_and_what_the_findings_ask_for_settles_them(head, tmp_path, name):
     """The findings' own commands, with DIR and FILE filled in: none is what was just done."""
-    own, theirs = write(tmp_path / "LICENSE", APACHE), write(tmp_path / name, KIMI)
-    words = ("--base-model", "moonshotai/Kimi-K2-Instruct", "--license", "Apache-2.0", "--force", "--style", "compact")
+    own, theirs = write(tmp_path / "LICENSE", MIT), write(tmp_path / name, KIMI)
+    words = ("--base-model", "moonshotai/Kimi-K2-Instruct", "--license", "MIT", "--force", "--style", "compact")
     result = run(head, *words)
     assert result.exit_code == 1
     assert {line.split()[1] for line in result.stderr.splitlines() if line.startswith(("error", "warning"))} == {
         "L3",
         "L5",
     }
-    assert (
-        "--license apache-2.0 --license-file FILE" in result.stderr and "--license-file LICENSE-TARGET" in result.stderr
-    )
+    assert "--license mit --license-file FILE" in result.stderr and "--license-file LICENSE-TARGET" in result.stderr
     result = run(head, *words, "--license-file", own, "--license-file", theirs)
     assert (result.exit_code, result.stderr.splitlines()[-1]) == (0, f"{head}: license checks passed"), result.stderr
-    assert (head / "LICENSE").read_text() == APACHE and (head / "LICENSE-TARGET").read_text() == KIMI
+    assert (head / "LICENSE").read_text() == MIT and (head / "LICENSE-TARGET").read_text() == KIMI
     assert '"Kimi K2.6"' in (head / "NOTICE").read_text()
     assert "licensed under the Modified MIT License" in (head / "README.md").read_text()
 

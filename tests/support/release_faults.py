@@ -26,7 +26,7 @@ ERROR = Finding(rule="K101", severity="error", where="lm_head", message="It is n
 
 
 def candidate(folder: Path, floor: Floor | None = None):
-    return open_candidate(folder, None, (), floor or read_floor(folder))
+    return open_candidate(folder, None, (), floor or read_floor(folder), repo=REPO)
 
 
 def found(folder: Path, floor: Floor | None = None) -> list[str]:
@@ -183,6 +183,10 @@ BROKEN = {
     "another K in the card": ("P113", lambda f: write_acceptance(f) or alter_card(f, "K = 3", "K = 1")),
     "a figure that only the metadata say": ("P113", lambda f: index_figure(f, 3.875)),
     "a serve line that names a folder": ("P116", lambda f: alter_card(f, f'"model": "{REPO}"', '"model": "rel"')),
+    "a serve line that names a folder like a repository": (
+        "P116", lambda f: alter_card(f, f'"model": "{REPO}"', '"model": "out/rel"'),
+    ),
+    "a serve line that names the target's folder": ("P116", lambda f: alter_card(f, "serve org/target", "serve out/t")),
     "a serve line without the target": ("P116", lambda f: alter_card(f, "serve org/target", "serve PATH_OR_ID")),
     "an unknown license": ("L2", lambda f: write_card(f, FRONT | {"license": "unknown"})),
     "no base model": ("L8", lambda f: write_card(f, {k: v for k, v in FRONT.items() if k != "base_model"})),
