@@ -7,12 +7,14 @@ published or measured is marked as such.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from ..charts import chart
+from ..engines.registry import engines
 from ..errors import MissingExtra
 from ..installed import install_command
 from .acceptance import (
@@ -29,8 +31,8 @@ from .acceptance import (
 
 NOT_STATED = "not stated"
 METRICS = {
-    "al_incl_bonus": "acceptance length, tokens per verify step with the bonus token",
-    AS_PUBLISHED: "acceptance length, tokens per verify step",
+    "al_incl_bonus": "acceptance length in tokens per verify step with the bonus token",
+    AS_PUBLISHED: "acceptance length in tokens per verify step",
     "draft_accept_rate": "share of drafted tokens that were accepted",
     "teacher_forced_accuracy": "teacher-forced accuracy, which is not acceptance",
 }
@@ -48,6 +50,7 @@ WAYS = {
 }
 NOT_PUBLISHED, UNKNOWN = "not published", "unknown"
 LEGEND = {UNKNOWN: "*unknown*: only a part of the source was read; the rest may have the figure."}
+EXCERPT = "Only a part of the source was read; the rest may have more figures."
 # The line of a figure that is one for all categories, beside a column of another mean.
 OF_CATEGORIES = "mean of the categories"
 
@@ -109,28 +112,58 @@ class Line:
     cells: tuple[str, ...]
 
 
+class Key(NamedTuple):
+    """How and by whom figures were measured, in parts: the conditions; then what is not stated, the source, a note."""
+
+    conditions: tuple[str, ...]
+    origin: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "; ".join((", ".join(self.conditions), *self.origin))
+
+    def __contains__(self, part: object) -> bool:
+        return part in self.conditions or part in self.origin
+
+    def but(self, *without: Iterable[str]) -> Key:
+        """Return it without the parts that any of these holds."""
+        conditions, origin = (
+            tuple(part for part in parts if not any(part in other for other in without)) for parts in self
+        )
+        return Key(conditions, origin)
+
+
 @dataclass(frozen=True)
 class Table:
     """A table of figures.
 
     Attributes:
-        keys: for each column, how its figures were measured, in parts.
+        keys: for each column, how its figures were measured.
+        excerpt: whether lines were left out of which nothing is known.
     """
 
     columns: tuple[str, ...]
-    keys: tuple[tuple[str, ...], ...]
+    keys: tuple[Key, ...]
     lines: tuple[Line, ...]
+    excerpt: bool = False
 
     @property
     def sentence(self) -> str:
         """How the figures were measured: what holds for all columns, then for each what its heading does not say."""
-        shared = [part for part in (self.keys[0] if self.keys else ()) if all(part in key for key in self.keys)]
-        own = [
-            (column, [part for part in key if part not in shared and part not in column])
-            for column, key in zip(self.columns, self.keys, strict=False)
-        ]
-        said = "; ".join([*shared, *(f"{column}: {', '.join(parts)}" for column, parts in own if parts)])
-        return f"{said[:1].upper()}{said[1:]}." if said else ""
+        if not self.keys:
+            return ""
+        first = self.keys[0]
+        apart = [part for parts in first for part in parts if not all(part in key for key in self.keys)]
+        shared = first.but(apart)
+        own = [(column, key.but(shared.conditions, shared.origin, column))
+               for column, key in zip(self.columns, self.keys, strict=False)]  # fmt: skip
+        said = "; ".join([str(shared), *(f"{column}: {', '.join((*key.conditions, *key.origin))}"
+                                         for column, key in own if any(key))])  # fmt: skip
+        return f"{said[:1].upper()}{said[1:]}."
+
+    def is_like(self, other: Table) -> bool:
+        """Return whether all figures of both tables were measured in one way, but for K."""
+        rows = [row for table in (self, other) for line in table.lines for row in line.rows if row]
+        return len({(*(row.method | {"draft_tokens": None}).values(), row.revision, row.url) for row in rows}) == 1
 
     @property
     def counted(self) -> bool:
@@ -145,7 +178,7 @@ class Table:
         cells = {cell for line in self.lines for cell in line.cells}
         said = [f"In brackets: the {level:.0%} confidence interval, by bootstrap over {over}."
                 for level, over in intervals.items()]  # fmt: skip
-        return said + [text for word, text in LEGEND.items() if word in cells]
+        return said + [text for word, text in LEGEND.items() if word in cells] + [EXCERPT] * self.excerpt
 
     @property
     def bars(self) -> dict[str, dict[str, float]]:
@@ -153,7 +186,7 @@ class Table:
         held = [line for line in self.lines if any(line.rows)]
         shown = [line.about for line in held]
         several = len({about.dataset for about in shown}) > 1
-        names = [" ".join(filter(None, (b.dataset if several or not b.category else "", b.category))) for b in shown]
+        names = [" ".join(filter(None, (b.dataset if several else "", b.category))) or "all" for b in shown]
         labels = [name + told for name, told in zip(names, tell_apart(names, shown), strict=True)]
         drawn: dict[str, dict[str, float]] = {}
         for place, column in enumerate(self.columns):
@@ -163,11 +196,14 @@ class Table:
         return drawn
 
 
-def table_of(acceptances: Iterable[AcceptanceFile], expected: Mapping[str, Sequence[str]]) -> Table | None:
+def table_of(
+    acceptances: Iterable[AcceptanceFile], expected: Mapping[str, Sequence[str]], partly: Collection[str] = ()
+) -> Table | None:
     """Arrange all figures about one head in a table; None if there is nothing to show and nothing missing.
 
     Args:
         expected: categories of datasets that were expected, in addition to those in the files.
+        partly: datasets of which only a part of the prompts was used.
     """
     files = tuple(acceptances)
     rows = [row for file in files for row in file.rows]
@@ -195,7 +231,12 @@ def table_of(acceptances: Iterable[AcceptanceFile], expected: Mapping[str, Seque
         for c in (*categories, OVERALL)
     }
     named = [
-        (s.domain or s.category or "all", s.name if s.domain else s.dataset, str(s.prompts or "")) for s in benchmarks
+        (
+            s.domain or s.category or "all",
+            "part of " * (s.dataset in partly) + (s.name if s.domain else s.dataset),
+            str(s.prompts or ""),
+        )
+        for s in benchmarks
     ]
     lines = [
         Line(
@@ -211,10 +252,13 @@ def table_of(acceptances: Iterable[AcceptanceFile], expected: Mapping[str, Seque
         )
     ]
     lines = [line for line in lines if any(line.cells)]
+    # A line that says nothing but that nothing is known is none.
+    known = [line for line in lines if any(cell and cell != UNKNOWN for cell in line.cells)]
     return Table(
         columns=tuple(_heads([next(iter(own.values())) for own in columns])) or ("Acceptance length",),
         keys=tuple(describe(*own.values()) for own in columns),
-        lines=tuple(lines),
+        lines=tuple(known),
+        excerpt=len(known) < len(lines),
     )
 
 
@@ -247,15 +291,15 @@ def _but_mean(row: AcceptanceRow) -> dict[str, object]:
     return row.method | {"averaging": None, "url": row.url, "date": row.date}
 
 
-def describe(*rows: AcceptanceRow) -> tuple[str, ...]:
-    """Return how and by whom one column's figures were measured, in parts; unknown conditions are marked."""
-    row = rows[0]
+def describe(*rows: AcceptanceRow) -> Key:
+    """Return how and by whom one column's figures were measured; unknown conditions are marked."""
+    row, key = rows[0], _method(*rows)
     source = (
-        f"quoted from {row.url}, date {_or(row.date)}"
+        f"quoted from {row.url} ({row.date or 'no date'})"
         if row.measured_by == "quoted"
         else f"measured by kconv, {row.date}"
     )
-    return (*method_parts(*rows), f"{source}{_called(rows)}", *([row.note] if row.note else []))
+    return key._replace(origin=(*key.origin, f"{source}{_called(rows)}", *([row.note] if row.note else [])))
 
 
 def _called(rows: Sequence[AcceptanceRow]) -> str:
@@ -265,45 +309,49 @@ def _called(rows: Sequence[AcceptanceRow]) -> str:
         if row.published_as:
             names.setdefault(row.published_as, {})[Benchmark.of(row).name] = None
     if len(names) < 2:
-        return "".join(f', there called "{name}"' for name in names)
+        return "".join(f', where it is called "{name}"' for name in names)
     first, *others = names
     also = "".join(f', and "{name}" of {" and ".join(names[name])}' for name in others)
-    return f', there called "{first}"{also}'
+    return f', where it is called "{first}"{also}'
 
 
 def describe_method(*rows: AcceptanceRow) -> str:
     """Return how figures of one method were measured, as a text."""
-    return "; ".join(method_parts(*rows))
+    return str(_method(*rows))
 
 
-def method_parts(*rows: AcceptanceRow) -> tuple[str, ...]:
-    """Return how figures of one method were measured, with each dataset's revision; then the conditions that are not
-    stated."""
+def _method(*rows: AcceptanceRow) -> Key:
+    """Return how figures of one method were measured, with each dataset's revision."""
     row = rows[0]
     revisions = dict.fromkeys((each.dataset, _short(_or(each.revision))) for each in rows)
     one = len({revision for _, revision in revisions}) == 1
     parts: dict[str, object] = {
         "bonus token": None if row.metric == AS_PUBLISHED else "",
         "K": None if row.draft_tokens is None else f"K = {row.draft_tokens}",
-        "tree": row.tree and f"tree: {row.tree}",
+        "tree": row.tree and ("a chain of drafts" if row.tree == "chain" else f"a tree of drafts ({row.tree})"),
         "kind of mean": row.averaging and WAYS[row.averaging],
-        "engine": row.engine and f"engine: {' '.join(filter(None, (row.engine, row.engine_version)))}",
+        "engine": row.engine and " ".join(filter(None, (_titles().get(row.engine, row.engine), row.engine_version))),
         "engine version": row.engine_version and "",
-        "target": row.target and f"target: {' in '.join(filter(None, (row.target, row.precision)))}",
+        "target": row.target and f"target {' in '.join(filter(None, (row.target, row.precision)))}",
         "precision": row.precision and "",
-        "temperature": None if row.temperature is None else f"temperature: {row.temperature:g}",
-        "reasoning": row.reasoning and f"reasoning: {row.reasoning}",
-        "draft_sample_method": row.draft_sample_method and f"drafts sampled: {row.draft_sample_method}",
-        "rejection_sample_method": row.rejection_sample_method and f"rejection: {row.rejection_sample_method}",
+        "temperature": None if row.temperature is None else f"temperature {row.temperature:g}",
+        "reasoning": row.reasoning and f"{row.reasoning} reasoning",
+        "draft_sample_method": row.draft_sample_method and f"{row.draft_sample_method} drafts",
+        "rejection_sample_method": row.rejection_sample_method and f"{row.rejection_sample_method} rejection",
         "answers' limit": row.max_tokens and f"answers of at most {row.max_tokens} tokens",
-        "revision": (row.revision and f"revision: {_short(row.revision)}")
+        "revision": (row.revision and f"prompts of revision {_short(row.revision)}")
         if one
-        else f"revisions: {', '.join(map(' '.join, revisions))}",
+        else f"prompts of revisions {' and '.join(map(' '.join, revisions))}",
     }
     # Details of another part have no words of their own.
     stated = [str(part) for part in parts.values() if part]
     unsaid = [name for name, part in parts.items() if part is None and name not in MAY_BE_UNSAID]
-    return (METRICS[row.metric], *stated, *([f"{NOT_STATED}: {', '.join(unsaid)}"] if unsaid else []))
+    return Key((METRICS[row.metric], *stated), (f"{NOT_STATED}: {', '.join(unsaid)}",) if unsaid else ())
+
+
+@cache
+def _titles() -> dict[str, str]:
+    return {engine.name: engine.title for engine in engines()}
 
 
 def _short(revision: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from ..bench.acceptance import AcceptanceFile, AcceptanceRow
+from ..bench.acceptance import AcceptanceFile, AcceptanceRow, suite_name
 from ..bench.tables import NOT_STATED, table_of
 from ..checkpoint.manifest import DRAFTS, MANIFEST, ConversionRecord, Manifest
 from ..drafters.facts import phrase
@@ -69,13 +69,16 @@ def conversion(manifest: Manifest | None) -> dict[str, Any]:
     }
     return {
         "kind": f"{manifest.spec['kind'].upper()} attention",
-        "parameters": f"{manifest.parameters:,} ({'; '.join(f'{n:,} {what}' for what, n in parts.items() if n)})",
+        "parameters": f"{manifest.parameters:,}, all trained"
+        if origin.trained == manifest.parameters
+        else f"{manifest.parameters:,} ({'; '.join(f'{n:,} {what}' for what, n in parts.items() if n)})",
         "copied": f"{origin.copied_from_target:,}" if origin.copied_from_target else "",
         "dtype": manifest.spec["dtype"],
         "engine": describe(manifest.layout),
         "captured": manifest.spec["captured"],
         "exactness": _exactness(manifest),
-        "ships": ships(manifest),
+        # Where every weight is the source's, the row of the weights says so.
+        "ships": "" if manifest.as_it_ships and not _changes(manifest) else ships(manifest),
         "approximation": _approximation(manifest.conversion) if manifest.conversion else "",
     }
 
@@ -121,10 +124,13 @@ def _approximation(record: ConversionRecord) -> str:
 
 def _exactness(manifest: Manifest) -> str:
     """Describe what happened to the weights' bytes: kept, except for tensors that were added or computed."""
-    changes = [f"{step.output.name} {step.action}" for step in manifest.tensors if step.reason]
-    if not changes:
+    if not (changes := _changes(manifest)):
         return "exact: every weight is byte-identical to the source"
     return f"{'exact' if manifest.exact else '**not exact**'}; byte-identical to the source except {', '.join(changes)}"
+
+
+def _changes(manifest: Manifest) -> list[str]:
+    return [f"{step.output.name} {step.action}" for step in manifest.tensors if step.reason]
 
 
 def ships(manifest: Manifest) -> str:
@@ -203,12 +209,18 @@ def figures(evidence: Evidence, *, chart: bool) -> dict[str, Any]:
     if target_card.is_target(evidence.manifest):
         return target_card.figures(evidence)
     shown, others = _by_draft_tokens(evidence)
-    table = table_of(shown, evidence.facts.expected)
+    whole: dict[str, bool] = {}
+    for suite in (suite for file in evidence.acceptance for suite in file.suites):
+        name = suite_name(suite.dataset)
+        whole[name] = whole.get(name, False) or suite.whole is not False
+    partly = {name for name, is_whole in whole.items() if not is_whole}
+    table, folded = table_of(shown, evidence.facts.expected, partly), table_of(others, {}, partly)
     return {
         "facts": evidence.facts,
         "manifest": evidence.manifest,
         "table": table,
-        "folded": table_of(others, {}),
+        "folded": folded,
+        "alike": bool(table and folded and table.is_like(folded)),
         "chart": CHART if chart and table and table.bars else "",
         # Greedy answers are the same at every K.
         "sane": list(dict.fromkeys(line for file in evidence.acceptance for line in sanity(file.rows))),
@@ -230,11 +242,34 @@ def _by_draft_tokens(evidence: Evidence) -> tuple[list[AcceptanceFile], list[Acc
     def those(shown: bool) -> list[AcceptanceFile]:
         files = []
         for file in evidence.acceptance:
-            rows = tuple(row for row in file.rows if (row.draft_tokens is None or row.draft_tokens in chosen) is shown)
+            rows = tuple(
+                row
+                for row in _but_means(file.rows)
+                if (row.draft_tokens is None or row.draft_tokens in chosen) is shown
+            )
             files.append(file.model_copy(update={"rows": rows} if shown else {"rows": rows, "suites": ()}))
         return files
 
     return those(True), those(False)
+
+
+def _but_means(rows: Sequence[AcceptanceRow]) -> list[AcceptanceRow]:
+    """Return the rows without measured means of the categories that stand beside another mean of the same prompts.
+
+    Two figures for all prompts that hardly differ make a reader look for what is not there; acceptance.json has both.
+    """
+    others = {
+        (suite_name(row.dataset), row.draft_tokens)
+        for row in rows
+        if not row.category and row.averaging != "macro_category"
+    }
+    return [
+        row
+        for row in rows
+        if row.averaging != "macro_category"
+        or row.measured_by != "self"
+        or (suite_name(row.dataset), row.draft_tokens) not in others
+    ]
 
 
 def unverified(evidence: Evidence) -> list[str]:

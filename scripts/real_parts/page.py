@@ -42,7 +42,7 @@ def write_page(work: Path, form: Any) -> None:
     PAGE.write_text(text)
     if (release := work / "release").exists():
         CARD.mkdir(exist_ok=True)
-        for name in ("README.md", "acceptance.png"):
+        for name in ("README.md", "acceptance.png", "LICENSE", "NOTICE"):
             shutil.copy(release / name, CARD)
 
 

@@ -169,9 +169,28 @@ def test_a_card_shows_the_figures_of_one_k_and_folds_the_others(folder):
     # One K needs no name in its heading: its sentence says it.
     assert heads(()) == [[0], [2]] and heads((3, 5)) == [[2], [0]] and heads((3, 5, 7)) == [[3], []]
     text = make_card(several).text
-    assert "; K = 3; " in text.partition("<details>")[0] and "as before" not in text
+    assert ", K = 3, " in text.partition("<details>")[0] and "as before" not in text
+    # What was measured alike is explained once.
+    assert text.count("per verify step with the bonus token,") == 1 == text.count("In brackets: ")
+    rows = tuple(row.model_copy(update={"temperature": 0.0}) for row in others[1].rows)
+    colder = others[1].model_copy(update={"rows": rows})
+    assert make_card(replace(several, acceptance=(others[0], colder))).text.count("In brackets: ") == 2
     # Without a figure at the usual K, the card shows what there is.
     assert "<details>" not in make_card(known).text and "| Category" in make_card(known).text
+
+
+def test_a_suite_that_was_run_in_part_is_called_so_and_has_one_figure_for_all_of_it(folder):
+    known, _ = evidence(folder)
+    [file] = known.acceptance
+    mean = file.rows[1].model_copy(update={"averaging": "macro_category", "value": 2.8, "interval": None})
+    for whole, name in {False: "part of MT-Bench", True: "MT-Bench"}.items():
+        suite = file.suites[0].model_copy(update={"whole": whole})
+        run = file.model_copy(update={"rows": (*file.rows, mean), "suites": (suite,)})
+        text = make_card(replace(known, acceptance=(run,))).text
+        assert f"| math | {name} | 83 | 2.903" in text and f"| all | {name} | 83 | 2.864" in text
+        assert "mean of the categories" not in text
+        alone = run.model_copy(update={"rows": (mean,)})
+        assert f"| all | {name} | 83 | 2.800 |" in make_card(replace(known, acceptance=(alone,))).text
 
 
 def test_the_search_finds_a_number_that_was_made_up(folder):
