@@ -57,11 +57,11 @@ def inspect(
     rope_theta: float | None = None,
     layers: int | None = None,
     max_positions: int | None = None,
-    norm_before_residual: bool | None = None,
-    mask_token: int | None = None,
-    sample_from_anchor: bool | None = None,
     target: _Path | None = None,
     target_layers: int | None = None,
+    mask_token: int | None = None,
+    sample_from_anchor: bool | None = None,
+    norm_before_residual: bool | None = None,
 ) -> Inspected:
     """Show what HEAD is: its layout, attention, dims, RoPE, captured layers, tensors and parameters.
 
@@ -77,11 +77,11 @@ def inspect(
         rope_theta: RoPE base, if the config omits it.
         layers: Decoder layers of the head, if the config states the target's.
         max_positions: Longest context that you will serve.
-        norm_before_residual: norm_before_residual, if the config omits it.
-        mask_token: mask_token_id, if the config omits it.
-        sample_from_anchor: sample_from_anchor, if the config omits it.
         target: The target; its depth decides the default captured layers.
         target_layers: The target's depth, instead of --target.
+        mask_token: mask_token_id, if the config omits it.
+        sample_from_anchor: sample_from_anchor, if the config omits it.
+        norm_before_residual: norm_before_residual, if the config omits it.
     """
 
 def diff(
@@ -126,11 +126,11 @@ def vocab(
     rope_theta: float | None = None,
     layers: int | None = None,
     max_positions: int | None = None,
-    norm_before_residual: bool | None = None,
-    mask_token: int | None = None,
-    sample_from_anchor: bool | None = None,
     target: _Path | None = None,
     target_layers: int | None = None,
+    mask_token: int | None = None,
+    sample_from_anchor: bool | None = None,
+    norm_before_residual: bool | None = None,
     text: _Path | None = None,
     rebuild_t2d: bool = False,
     absolute: bool = False,
@@ -153,11 +153,11 @@ def vocab(
         rope_theta: RoPE base, if the config omits it.
         layers: Decoder layers of the head, if the config states the target's.
         max_positions: Longest context that you will serve.
-        norm_before_residual: norm_before_residual, if the config omits it.
-        mask_token: mask_token_id, if the config omits it.
-        sample_from_anchor: sample_from_anchor, if the config omits it.
         target: The target; its depth decides the default captured layers.
         target_layers: The target's depth, instead of --target.
+        mask_token: mask_token_id, if the config omits it.
+        sample_from_anchor: sample_from_anchor, if the config omits it.
+        norm_before_residual: norm_before_residual, if the config omits it.
         text: Text or prompts (JSONL), for the coverage and --prune.
         rebuild_t2d: Write OUT with a t2d rebuilt from d2t.
         absolute: Write OUT with offsets, from a d2t with absolute ids.
@@ -176,11 +176,11 @@ def convert(
     rope_theta: float | None = None,
     layers: int | None = None,
     max_positions: int | None = None,
-    norm_before_residual: bool | None = None,
-    mask_token: int | None = None,
-    sample_from_anchor: bool | None = None,
     target: _Path | None = None,
     target_layers: int | None = None,
+    mask_token: int | None = None,
+    sample_from_anchor: bool | None = None,
+    norm_before_residual: bool | None = None,
     to: str,
     drop_shared: bool = False,
     dtype: Literal["bfloat16"] | None = None,
@@ -215,11 +215,11 @@ def convert(
         rope_theta: RoPE base, if the config omits it.
         layers: Decoder layers of the head, if the config states the target's.
         max_positions: Longest context that you will serve.
-        norm_before_residual: norm_before_residual, if the config omits it.
-        mask_token: mask_token_id, if the config omits it.
-        sample_from_anchor: sample_from_anchor, if the config omits it.
         target: The target; its depth decides the default captured layers.
         target_layers: The target's depth, instead of --target.
+        mask_token: mask_token_id, if the config omits it.
+        sample_from_anchor: sample_from_anchor, if the config omits it.
+        norm_before_residual: norm_before_residual, if the config omits it.
         to: The layout to write.
         drop_shared: Omit tensors that are byte-identical to --target's.
         dtype: Cast the weights to this dtype; not exact.
@@ -255,11 +255,11 @@ def validate(
     rope_theta: float | None = None,
     layers: int | None = None,
     max_positions: int | None = None,
-    norm_before_residual: bool | None = None,
-    mask_token: int | None = None,
-    sample_from_anchor: bool | None = None,
     target: _Path | None = None,
     target_layers: int | None = None,
+    mask_token: int | None = None,
+    sample_from_anchor: bool | None = None,
+    norm_before_residual: bool | None = None,
     for_: Sequence[str] | str = (),
     source: _Path | None = None,
     results: Sequence[_Path] = (),
@@ -296,11 +296,11 @@ def validate(
         rope_theta: RoPE base, if the config omits it.
         layers: Decoder layers of the head, if the config states the target's.
         max_positions: Longest context that you will serve.
-        norm_before_residual: norm_before_residual, if the config omits it.
-        mask_token: mask_token_id, if the config omits it.
-        sample_from_anchor: sample_from_anchor, if the config omits it.
         target: The target; its depth decides the default captured layers.
         target_layers: The target's depth, instead of --target.
+        mask_token: mask_token_id, if the config omits it.
+        sample_from_anchor: sample_from_anchor, if the config omits it.
+        norm_before_residual: norm_before_residual, if the config omits it.
         for_: Engine that will serve it, or all; by default its layout's; repeatable.
         source: The checkpoint that HEAD was made from, to compare.
         results: lm_eval's results_*.json of HEAD, a target; needs --source-results; repeatable.
@@ -331,11 +331,11 @@ def bench(
     rope_theta: float | None = None,
     layers: int | None = None,
     max_positions: int | None = None,
-    norm_before_residual: bool | None = None,
-    mask_token: int | None = None,
-    sample_from_anchor: bool | None = None,
     target: _Path | None = None,
     target_layers: int | None = None,
+    mask_token: int | None = None,
+    sample_from_anchor: bool | None = None,
+    norm_before_residual: bool | None = None,
     url: str | None = None,
     head: _Path,
     suite: _Path,
@@ -375,11 +375,11 @@ def bench(
         rope_theta: RoPE base, if the config omits it.
         layers: Decoder layers of the head, if the config states the target's.
         max_positions: Longest context that you will serve.
-        norm_before_residual: norm_before_residual, if the config omits it.
-        mask_token: mask_token_id, if the config omits it.
-        sample_from_anchor: sample_from_anchor, if the config omits it.
         target: The target; its depth decides the default captured layers.
         target_layers: The target's depth, instead of --target.
+        mask_token: mask_token_id, if the config omits it.
+        sample_from_anchor: sample_from_anchor, if the config omits it.
+        norm_before_residual: norm_before_residual, if the config omits it.
         url: A running vLLM, SGLang or TensorRT-LLM that speculates.
         head: The head to measure, or that is served.
         suite: mt-bench, speed-bench, or a JSONL file of prompts.
@@ -726,11 +726,11 @@ def quantize_head(
     rope_theta: float | None = None,
     layers: int | None = None,
     max_positions: int | None = None,
-    norm_before_residual: bool | None = None,
-    mask_token: int | None = None,
-    sample_from_anchor: bool | None = None,
     target: _Path | None = None,
     target_layers: int | None = None,
+    mask_token: int | None = None,
+    sample_from_anchor: bool | None = None,
+    norm_before_residual: bool | None = None,
     format: Literal["fp8", "nvfp4"],
     states: _Path,
     min_retention: float = 0.97,
@@ -753,11 +753,11 @@ def quantize_head(
         rope_theta: RoPE base, if the config omits it.
         layers: Decoder layers of the head, if the config states the target's.
         max_positions: Longest context that you will serve.
-        norm_before_residual: norm_before_residual, if the config omits it.
-        mask_token: mask_token_id, if the config omits it.
-        sample_from_anchor: sample_from_anchor, if the config omits it.
         target: The target; its depth decides the default captured layers.
         target_layers: The target's depth, instead of --target.
+        mask_token: mask_token_id, if the config omits it.
+        sample_from_anchor: sample_from_anchor, if the config omits it.
+        norm_before_residual: norm_before_residual, if the config omits it.
         format: Number format of the linear layers.
         states: Output of kconv states, for calibration.
         min_retention: Smallest share of the acceptance length that may remain.

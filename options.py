@@ -136,7 +136,34 @@ def words(value: Any) -> Any:
 LayerIds = Annotated[tuple[int, ...], BeforeValidator(layer_ids)]
 Words = Annotated[tuple[str, ...], BeforeValidator(words)]
 Count = Annotated[int, Field(ge=1)]
+Token = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+YES_OR_NO = {"yes": True, "no": False, "true": True, "false": False}
+
+
+def _yes_or_no(value: object) -> object:
+    if isinstance(value, str) and value.lower() not in YES_OR_NO:
+        raise ValueError(f"{value!r} is neither yes nor no")
+    return YES_OR_NO.get(str(value).lower(), value)
+
+
+YesOrNo = Annotated[bool, BeforeValidator(_yes_or_no)]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an option takes that somebody else declares: its type, and its marks."""
+
+    type: Any
+    kind: Kind | None = None
+    metavar: str = ""
+
+    def option(self, help: str) -> Any:
+        """Declare an option that takes it, and may be left out."""
+        return option(None, help, kind=self.kind, metavar=self.metavar)
+
+
+A_FLAG, A_TOKEN = Answer(YesOrNo, "yes-or-no"), Answer(Token, metavar="ID")
 
 
 def _url(value: object) -> object:

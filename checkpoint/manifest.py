@@ -74,34 +74,34 @@ class DroppedRecord(TensorRecord):
     reason: str
 
 
-class Hints(StrictModel):
-    """The user's options where a head's config is silent or ambiguous.
+# The value of a fact that a head's files may leave open.
+FactValue = bool | int | float | tuple[int, ...]
+
+
+class Hints(StrictModel, extra="allow"):
+    """The user's options where a head's config is silent or ambiguous; those of one family's facts are extra fields.
 
     Attributes:
         captured: layer ids, in `captured_are`'s convention (outputs if that is None too).
         captured_are: what the layer ids count.
         target_layers: number of decoder layers of the target.
         max_positions: rows of the RoPE table, tokens.
-        norm_before_residual: whether the residual of layer 0 is `hidden_norm(h)`.
         rope_theta: RoPE's base, if the config states none.
         layers: number of the head's own decoder layers, if num_hidden_layers is the target's.
-        mask_token: the token that stands for those not yet drafted, in a drafter that drafts several at once.
-        sample_from_anchor: whether the first slot of a block predicts a token.
     """
+
+    __pydantic_extra__: dict[str, FactValue] = Field(init=False)  # pyright: ignore[reportIncompatibleVariableOverride]
 
     captured: tuple[int, ...] | None = None
     captured_are: Literal["outputs", "inputs"] | None = None
     target_layers: int | None = None
     max_positions: int | None = None
-    norm_before_residual: bool | None = None
     rope_theta: float | None = None
     layers: int | None = None
-    mask_token: int | None = None
-    sample_from_anchor: bool | None = None
 
-
-# The value of a fact that a head's files may leave open.
-FactValue = bool | int | float | tuple[int, ...]
+    def told(self, hint: str) -> FactValue | None:
+        """Return what the user says of a fact, by its `Fact.hint`; None if nothing."""
+        return getattr(self, hint, None)
 
 
 class Unverified(StrictModel):

@@ -14,7 +14,7 @@ from ..checkpoint.schema import Json
 from ..drafters.base import Drafter, Spec
 from ..drafters.captured import Captured
 from ..drafters.contract import Problems
-from ..drafters.facts import TARGETS_DEPTH, Fact, stored_layers
+from ..drafters.facts import TARGETS_DEPTH, THETA_LOST, Fact, stored_layers
 from ..drafters.keys import ABSENT, BALLAST, ConfigTable, Key, checked, find
 from ..drafters.rope_keys import find_rope, stated_places, states_theta
 from ..drafters.spec import Gqa, Mla, Rope, Yarn
@@ -122,7 +122,7 @@ def find_config(
     rope = find_rope(config, problems)
     if not states_theta(config):
         what = "the config has no rope_theta; engines use their own default"
-        problems.append(Problem("K162", "warning", in_config("rope_theta"), what, THETA, needs="--rope-theta"))
+        problems.append(Problem(THETA_LOST.id, "warning", in_config("rope_theta"), what, THETA, needs="--rope-theta"))
     max_positions = None
     with problems.catching():
         max_positions = _max_positions(config, rope, hints)
@@ -214,7 +214,7 @@ def _with_words(
     theta = hints.rope_theta if hints.rope_theta is not None else table.trained.get("rope_theta")
     flat = dict(config) | ({} if stated or theta is None else {"rope_theta": theta})
     for fact in drafter.facts.values():
-        key, told = fact.name, getattr(hints, fact.hint) if fact.fills else None
+        key, told = fact.name, hints.told(fact.hint) if fact.answer else None
         if told is None:
             continue
         stated, default = flat.get(key), next(one.default for one in drafter.keys if key in one.names)
@@ -243,7 +243,7 @@ def _with_words(
                 f"the config does not state {name}: {why}",
                 in_config(name),
                 f"Pass {fact.option} yes or no, as the head was trained.",
-                fact.code,
+                fact.rule.id,
                 fact.option,
             )
     return flat
@@ -255,7 +255,7 @@ def _words(drafter: Drafter, keys: Mapping[str, Any], table: ConfigTable, hints:
     for fact in drafter.facts.values():
         if fact.stated is None or fact.stated(keys):
             continue
-        told, trained = getattr(hints, fact.hint), table.trained.get(fact.name)
+        told, trained = hints.told(fact.hint), table.trained.get(fact.name)
         if told is not None:
             against = f"the trainer's default is {trained!r}" if trained not in (None, told) else ""
             found.append(Unverified(fact=fact.name, value=told, word=fact.option, against=against))
@@ -274,7 +274,7 @@ def _own_depth(config: Mapping[str, Any], tensors: Iterable[str], hints: Hints, 
                 f"--layers is {hints.layers}, but the file stores {counted(held, 'decoder layer')}",
                 in_config(key),
                 "Pass the number of stored layers, or export the whole head.",
-                TARGETS_DEPTH,
+                TARGETS_DEPTH.id,
             )
         return {key: hints.layers}
     if not isinstance(stated, int) or isinstance(stated, bool):
@@ -286,7 +286,7 @@ def _own_depth(config: Mapping[str, Any], tensors: Iterable[str], hints: Hints, 
             " target's config",
             in_config(key),
             f"Pass --layers {held}, or correct the config. If the head has {stated} layers, export all of them.",
-            TARGETS_DEPTH,
+            TARGETS_DEPTH.id,
         )
         return {key: held}
     return {}
@@ -340,8 +340,8 @@ def _read_key(
     else:
         name = key.names[0]
         what, where = f"the config has no {name}", in_config(name)
-        if (fact := facts.get(name)) is not None and fact.fills:
-            problems.add(ConfigInvalid, what, where, f"Pass {fact.option}. {FROM_TRAINING}", fact.code, fact.option)
+        if (fact := facts.get(name)) is not None and fact.answer:
+            problems.add(ConfigInvalid, what, where, f"Pass {fact.option}. {FROM_TRAINING}", fact.rule.id, fact.option)
         else:
             code = "K189" if key.field == "attention.q_lora_rank" else "K010"
             problems.add(ConfigInvalid, what, where, FROM_TRAINING, code)

@@ -175,8 +175,8 @@ def _read_spec(checkpoint: Checkpoint, layout: Layout) -> HeadSpec:
     count = checkpoint.config.get("num_aux_hidden_states")
     captured = tuple(range(count if isinstance(count, int) and 0 < count < 100 else 3))
     before = checkpoint.config.get("norm_before_residual")
-    undecided = None if before is not None else False
-    hints = Hints(captured=captured, max_positions=LEAST_POSITIONS, norm_before_residual=undecided)
+    undecided = {} if before is not None else {"norm_before_residual": False}
+    hints = Hints.model_validate({"captured": captured, "max_positions": LEAST_POSITIONS, **undecided})
     return read_config(
         without_lists(checkpoint.config),
         checkpoint.tensors,

@@ -17,8 +17,8 @@ from .contract import Problems
 from .keys import CONVENTION, IDS, INPUTS, NESTED, OUTPUTS, TOP
 
 EAGLE = "eagle_config"
-# The rules about unknown captured layers, and about user options that contradict the head's own files.
-UNDECIDED, AGAINST_MARKS = "K006", "K155"
+# The rule about user options that contradict the head's own files.
+AGAINST_MARKS = "K155"
 # The option that gives the target, and so its depth.
 TARGET = "--target"
 # Above any target's depth, and the largest id that a list may hold.

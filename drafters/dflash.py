@@ -10,26 +10,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.formats import CONFIG_KEY
 from ..checkpoint.schema import Json
 from ..errors import ConfigInvalid, ConfigUnsupported, in_config
+from ..options import A_FLAG, A_TOKEN
+from ..rule import Rule
 from .base import Config, Drafter, Kind, Names
-from .captured import UNDECIDED
 from .contract import Problems
 from .dflash_captured import CONVENTION, LISTS, NESTED, guesses, read_captured, stated
-from .facts import BASES, TARGETS_DEPTH, Candidate, Fact, bases, neighbors, stored_layers
+from .facts import BASES, DEPTH, Candidate, Fact, captured_layers, rope_base
 from .keys import ABSENT, GQA, MAX_LAYERS, Key, architectures, check_fixed, check_full_attention, find, off
-from .rope_keys import DEFAULT_THETA, PLACES, states_theta
+from .rope_keys import DEFAULT_THETA, PLACES
 from .slots import INTEGER, Slot
 from .spec import Gqa, Rope
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..rule import Rule
     from .dflash_forward import BlockDrafter
 
 VANILLA, GATED, RNN = "vanilla", "gated", "rnn"
@@ -471,35 +471,22 @@ RELATIVES = (
 FACTS = {
     fact.name: fact
     for fact in (
-        Fact(
-            "captured",
-            UNDECIDED,
-            hint="captured",
-            line="captured",
-            path="captured",
-            candidates=guesses,
-            put=lambda spec, value: replace(spec, captured=value),
-            rivals=neighbors,
-            words="outputs of layers {}",
-            beside={"captured_are": "outputs"},
-        ),
-        Fact(
-            "rope_theta",
-            "K162",
-            hint="rope_theta",
-            line="rope",
-            path="rope.theta",
-            candidates=lambda config, hints, names: [
-                Candidate(DEFAULT_THETA, "the default of Qwen3Config"),
-                Candidate(BASES[-1], "vLLM's default for this family"),
-            ],
-            put=lambda spec, value: replace(spec, rope=replace(spec.rope, theta=value)),
-            rivals=bases,
-            stated=states_theta,
+        captured_layers(guesses),
+        rope_base(
+            Candidate(DEFAULT_THETA, "the default of Qwen3Config"),
+            Candidate(BASES[-1], "vLLM's default for this family"),
         ),
         Fact(
             MASK,
-            "K501",
+            Rule(
+                "K501",
+                "mask-token-unstated",
+                "undecided",
+                "The config does not state the mask token. SGLang takes the tokenizer's, or an untrained row.",
+                fix="State mask_token_id as it was trained.",
+                seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/speculative/dflash_utils.py",
+                says_fix=True,
+            ),
             hint="mask_token",
             line="block",
             path="mask",
@@ -508,12 +495,21 @@ FACTS = {
                 Candidate(config.get("vocab_size"), "what SGLang takes for it, if the tokenizer has no mask token"),
             ],
             stated=lambda config: stated(config, MASK) is not None,
-            fills=True,
+            answer=A_TOKEN,
             words="mask token {}",
         ),
         Fact(
             ANCHOR,
-            "K502",
+            Rule(
+                "K502",
+                "anchor-unstated",
+                "undecided",
+                "Nothing says whether the anchor's slot predicts a token. Read otherwise, the drafts are one place"
+                " off.",
+                fix="State sample_from_anchor as it was trained.",
+                seen_in="https://github.com/vllm-project/vllm/issues/56792",
+                says_fix=True,
+            ),
             hint="sample_from_anchor",
             line="block",
             path="shift",
@@ -522,17 +518,10 @@ FACTS = {
                 Candidate(False, "DFlash: the anchor's slot predicts nothing"),
             ],
             stated=lambda config: _stated_anchor(config) is not None,
-            fills=True,
+            answer=A_FLAG,
             words="sample from the anchor: {}",
         ),
-        Fact(
-            "num_hidden_layers",
-            TARGETS_DEPTH,
-            hint="layers",
-            line="layers",
-            path="layers",
-            candidates=lambda config, hints, names: [Candidate(stored_layers(names), "stored in the file")],
-        ),
+        DEPTH,
     )
 }
 

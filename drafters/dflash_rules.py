@@ -53,24 +53,6 @@ def _dtype(subject: Any) -> list[Found]:
 
 RULES: tuple[Rule[Any], ...] = (
     Rule(
-        "K501",
-        "mask-token-unstated",
-        "undecided",
-        "The config does not state the mask token. SGLang takes the tokenizer's, or an untrained row.",
-        fix="State mask_token_id as it was trained.",
-        seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/speculative/dflash_utils.py",
-        says_fix=True,
-    ),
-    Rule(
-        "K502",
-        "anchor-unstated",
-        "undecided",
-        "Nothing says whether the anchor's slot predicts a token. Read otherwise, the drafts are one place off.",
-        fix="State sample_from_anchor as it was trained.",
-        seen_in="https://github.com/vllm-project/vllm/issues/56792",
-        says_fix=True,
-    ),
-    Rule(
         "K503",
         "mask-token-outside",
         "error",

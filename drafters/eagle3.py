@@ -17,12 +17,14 @@ from ..checkpoint.formats import CONFIG_KEY
 from ..checkpoint.manifest import Hints
 from ..checkpoint.schema import Json
 from ..errors import ConfigInvalid, LayoutCannot, Problem, in_config
+from ..options import A_FLAG, A_TOKEN
+from ..rule import Rule
 from .base import Config, Drafter, Kind, Names, Spec
-from .captured import EAGLE, UNDECIDED, Captured, default_formula, read_captured, readings
+from .captured import EAGLE, Captured, default_formula, read_captured, readings
 from .contract import Problems
-from .facts import TARGETS_DEPTH, Candidate, Fact, bases, neighbors, stored_layers
+from .facts import DEPTH, Candidate, Fact, captured_layers, rope_base, stored_layers
 from .keys import MAX_LAYERS, NESTED, TOP, Key, architectures, check_fixed, check_full_attention, find, none, off
-from .rope_keys import DEFAULT_THETA, states_theta
+from .rope_keys import DEFAULT_THETA
 from .slots import INTEGER, Slot
 from .spec import Gqa, HeadSpec, Mla, Norms, Tokens
 
@@ -377,34 +379,20 @@ def _captured(config: Config, hints: Hints, names: Names) -> Sequence[Candidate]
 FACTS = {
     fact.name: fact
     for fact in (
-        Fact(
-            "captured",
-            UNDECIDED,
-            hint="captured",
-            line="captured",
-            path="captured",
-            candidates=_captured,
-            put=lambda spec, value: replace(spec, captured=value),
-            rivals=neighbors,
-            words="outputs of layers {}",
-            beside={"captured_are": "outputs"},
-        ),
-        Fact(
-            "rope_theta",
-            "K162",
-            hint="rope_theta",
-            line="rope",
-            path="rope.theta",
-            candidates=lambda config, hints, names: [
-                Candidate(DEFAULT_THETA, "the default of trainers and of LlamaConfig")
-            ],
-            put=lambda spec, value: replace(spec, rope=replace(spec.rope, theta=value)),
-            rivals=bases,
-            stated=states_theta,
-        ),
+        captured_layers(_captured),
+        rope_base(Candidate(DEFAULT_THETA, "the default of trainers and of LlamaConfig")),
         Fact(
             "norm_before_residual",
-            "K015",
+            Rule(
+                "K015",
+                "residual-unstated",
+                "undecided",
+                "A speculators config does not state norm_before_residual. vLLM assumes true, the speculators library"
+                " false.",
+                fix="State the value that the head was trained with, or give --norm-before-residual.",
+                seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/transformers_utils/configs/speculators/algos.py#L33",
+                subject="Config",
+            ),
             hint="norm_before_residual",
             line="norms",
             path="norms.before_residual",
@@ -414,11 +402,20 @@ FACTS = {
             ],
             put=lambda spec, value: replace(spec, norms=replace(spec.norms, before_residual=value)),
             stated=lambda config: config.get("norm_before_residual") is not None,
-            fills=True,
+            answer=A_FLAG,
         ),
         Fact(
             MASK,
-            "K025",
+            Rule(
+                "K025",
+                "parallel-mask-unstated",
+                "undecided",
+                "The config of a P-EAGLE head does not state its mask token. vLLM refuses it then.",
+                fix="State mask_token_id as it was trained, or give --mask-token.",
+                seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/spec_decode/llm_base_proposer.py#L363-L380",
+                says_fix=True,
+                subject="Config",
+            ),
             hint="mask_token",
             line="variant",
             path="mask",
@@ -426,17 +423,10 @@ FACTS = {
                 Candidate(None, "the id of the tokenizer's mask token, or of another that no text has")
             ],
             stated=lambda config: _stated_mask(config) is not None,
-            fills=True,
+            answer=A_TOKEN,
             words="mask token {}",
         ),
-        Fact(
-            "num_hidden_layers",
-            TARGETS_DEPTH,
-            hint="layers",
-            line="layers",
-            path="layers",
-            candidates=lambda config, hints, names: [Candidate(stored_layers(names), "stored in the file")],
-        ),
+        DEPTH,
     )
 }
 

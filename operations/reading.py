@@ -6,11 +6,12 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, create_model, model_validator
 
-from ..errors import KconvError
+from ..drafters.registry import drafters
+from ..errors import KconvError, PluginInvalid
 from ..options import Count, LayerIds, Name, option
 from .base import Context, Operation
 
@@ -24,21 +25,10 @@ if TYPE_CHECKING:
     from ..targets.config import TargetConfig
 
 Theta = Annotated[float, Field(gt=0)]
-Token = Annotated[int, Field(ge=0)]
-YES_OR_NO = {"yes": True, "no": False, "true": True, "false": False}
 
 
-def _yes_or_no(value: object) -> object:
-    if isinstance(value, str) and value.lower() not in YES_OR_NO:
-        raise ValueError(f"{value!r} is neither yes nor no")
-    return YES_OR_NO.get(str(value).lower(), value)
-
-
-YesOrNo = Annotated[bool, BeforeValidator(_yes_or_no)]
-
-
-class Reading(Operation):
-    """The user's options where a head's config is silent or ambiguous."""
+class _Reading(Operation):
+    """The options about every family's facts, and the target."""
 
     from_: str | None = option(None, "Layout of HEAD; detected by default.", metavar="LAYOUT")
     captured: LayerIds | None = option(
@@ -50,15 +40,6 @@ class Reading(Operation):
     rope_theta: Theta | None = option(None, "RoPE base, if the config omits it.", metavar="BASE")
     layers: Count | None = option(None, "Decoder layers of the head, if the config states the target's.", metavar="N")
     max_positions: Count | None = option(None, "Longest context that you will serve.", metavar="N")
-    norm_before_residual: YesOrNo | None = option(
-        None, "norm_before_residual, if the config omits it.",
-        kind="yes-or-no",
-    )  # fmt: skip
-    mask_token: Token | None = option(None, "mask_token_id, if the config omits it.", metavar="ID")
-    sample_from_anchor: YesOrNo | None = option(
-        None, "sample_from_anchor, if the config omits it.",
-        kind="yes-or-no",
-    )  # fmt: skip
     target: Name | None = option(None, "The target; its depth decides the default captured layers.", kind="checkpoint")
     target_layers: Count | None = option(None, "The target's depth, instead of --target.", metavar="N")
 
@@ -85,7 +66,8 @@ class Reading(Operation):
         """Return the user's options where a config is silent, for a target if there is one."""
         from ..checkpoint.manifest import Hints
 
-        told = Hints(**{name: getattr(self, name) for name in Hints.model_fields})
+        given = {name: getattr(self, name) for name in Reading.model_fields.keys() - {"from_", "target"}}
+        told = Hints.model_validate({name: value for name, value in given.items() if value is not None})
         return told.model_copy(update={"target_layers": config.layers}) if config else told
 
     def target_config(self, context: Context) -> TargetConfig | None:
@@ -119,6 +101,33 @@ class Reading(Operation):
         except KconvError as error:
             error.needs, error.fix = name_target(error.needs, error.fix, head, checkpoint.config)
             raise
+
+
+def fields_of_facts() -> dict[str, Any]:
+    """Return the fields that state a family's own facts, each from the fact's row.
+
+    Raises:
+        PluginInvalid: another package's fact has the option of something else.
+    """
+    found = {fact.hint: fact for one in drafters() for fact in one.facts.values() if fact.answer is not None}
+    for hint, fact in found.items():
+        if hint in _Reading.model_fields:
+            raise PluginInvalid(
+                f"the fact {fact.name} is stated by {fact.option}, which is an option already",
+                fix="Give the fact's hint another name.",
+            )
+    return {
+        hint: (fact.answer.type | None, fact.answer.option(f"{fact.name}, if the config omits it."))
+        for hint, fact in found.items()
+        if fact.answer is not None
+    }
+
+
+if TYPE_CHECKING:
+    Reading = _Reading
+else:
+    Reading = create_model("Reading", __base__=_Reading, __module__=__name__, **fields_of_facts())
+    Reading.__doc__ = "The user's options where a head's config is silent or ambiguous."
 
 
 def check_trusted(context: Context, trust_remote_code: bool, target: str | None) -> None:

@@ -197,7 +197,7 @@ def _assume(rules: HeadSubject) -> Head | None:
     """Return a head with several readings in the first of them; None if there is any other error."""
     reading, hints = rules.reading, rules.hints
     facts = reading.layout.drafter.facts if reading.layout else {}
-    opened = {fact.code: fact for fact in measurable(facts)}
+    opened = {fact.rule.id: fact for fact in measurable(facts)}
     if not rules.with_values or any(problem.code not in opened for problem in reading.errors):
         return None
     for code in {problem.code for problem in reading.errors}:

@@ -38,6 +38,9 @@ from kconv.engines.config import write_keys
 from kconv.engines.layout import Layout, Limit, Row
 from kconv.engines.moves import Stack
 from kconv.errors import ConfigInvalid, PluginInvalid
+from kconv.operations import reading
+from kconv.options import A_FLAG
+from kconv.rule import Rule
 
 
 @dataclass(frozen=True)
@@ -97,15 +100,12 @@ def _captured(config: Mapping[str, Any], hints: Hints, _names: Any, problems: An
 
 
 def _rules() -> tuple[Any, ...]:
-    from kconv.rule import Found, Rule
+    from kconv.rule import Found
 
     def blunt(subject: Any) -> list[Found]:
         return [Found("config.json: mole_config.claws", "one claw")] if subject.spec and subject.spec.claws == 1 else []
 
-    return (
-        Rule("MOLE1", "mole-norm-unstated", "undecided", "The config does not say if states are normed.", "Say so."),
-        Rule("MOLE2", "mole-blunt", "warning", "A mole of one claw gains little.", "Train another.", check=blunt),
-    )  # fmt: skip
+    return (Rule("MOLE2", "mole-blunt", "warning", "A mole of one claw gains little.", "Train another.", check=blunt),)
 
 
 def _shares(spec: MoleSpec) -> bool:
@@ -153,12 +153,14 @@ MOLE = Drafter(
     ),
     facts={
         "norm_first": Fact(
-            "norm_first", "MOLE1", hint="norm_before_residual", line="states",
+            "norm_first",
+            Rule("MOLE1", "mole-norm-unstated", "undecided", "The config says not if states are normed.", "Say it."),
+            hint="norm_first", line="states",
             path="norm_first",
             candidates=lambda *_: [Candidate(True, "the paper"), Candidate(False, "the code")],
             put=lambda spec, value: replace(spec, norm_first=value),
             stated=lambda config: config.get("norm_first") is not None,
-            fills=True,
+            answer=A_FLAG,
             words="normed first: {}",
         )
     },
@@ -298,8 +300,8 @@ def test_an_open_fact_is_stated_by_its_option_and_recorded(trained, tmp_path):
 
     folder = without(trained, tmp_path / "open", "norm_first")
     refused = CliRunner().invoke(main, ["to-vllm", str(folder), str(tmp_path / "no")])
-    assert refused.exit_code == 1 and "Pass --norm-before-residual" in refused.output
-    kconv("to-vllm", folder, tmp_path / "out", "--norm-before-residual", "yes")
+    assert refused.exit_code == 1 and "Pass --norm-first" in refused.output
+    kconv("to-vllm", folder, tmp_path / "out", "--norm-first", "yes")
     [one] = read_manifest(tmp_path / "out").unverified
     assert (one.fact, one.value) == ("norm_first", True)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["norm_first"] is True
@@ -355,9 +357,7 @@ def test_it_is_measured_with_its_target(trained, tmp_path, tiny_target):
     """Nothing is trained here: what counts is that every part of the measurement runs."""
     prompts = tmp_path / "held-out.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"Tell me about the number {n}."}) + "\n" for n in range(4)))
-    kconv(
-        "to-vllm", without(trained, tmp_path / "open", "norm_first"), tmp_path / "out", "--norm-before-residual", "yes"
-    )
+    kconv("to-vllm", without(trained, tmp_path / "open", "norm_first"), tmp_path / "out", "--norm-first", "yes")
     found = kconv(
         "validate", tmp_path / "out", "--target", tiny_target, "--prompts", prompts, "--new-tokens", 12, fails=True
     )
@@ -372,9 +372,11 @@ def test_its_card_says_what_it_is(trained, tmp_path):
     from kconv.cards.card import write_card
     from kconv.cards.facts import Facts
 
-    kconv("to-vllm", trained, tmp_path / "out")
+    folder = without(trained, tmp_path / "open", "norm_first")
+    kconv("to-vllm", folder, tmp_path / "out", "--norm-first", "no")
     text = write_card(tmp_path / "out", None, Facts()).read_text()
     assert "A mole" in text and "- mole\n" in text and "eagle3" not in text.lower()
+    assert "normed first: false" in text and "--norm-first" in text
 
 
 @installed
@@ -392,6 +394,13 @@ def test_what_kconv_does_for_eagle3_heads_alone_is_refused_by_name(trained, tmp_
     ):
         refused = CliRunner().invoke(main, words)
         assert refused.exit_code == 1 and "only Eagle3 heads, and this is a Mole" in refused.output, refused.output
+
+
+def test_a_fact_does_not_take_the_option_of_something_else(monkeypatch):
+    taken = replace(MOLE.facts["norm_first"], hint="target")
+    monkeypatch.setattr(reading, "drafters", lambda: (replace(MOLE, facts={taken.name: taken}),))
+    with pytest.raises(PluginInvalid, match="norm_first is stated by --target, which is an option already"):
+        reading.fields_of_facts()
 
 
 BROKEN = {

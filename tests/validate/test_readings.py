@@ -19,6 +19,7 @@ from kconv.drafters.spec import Rope
 from kconv.engines import BY_NAME
 from kconv.errors import Problem
 from kconv.measure.texts import Batch, Text
+from kconv.rule import Rule
 from kconv.targets.config import parse_target_config
 from kconv.targets.forward import States
 from kconv.validate.readings import (
@@ -141,7 +142,8 @@ def test_the_base_in_a_fix_is_the_measured_one_to_the_last_digit(theta):
 
 def test_a_new_open_fact_is_one_row(tmp_path, monkeypatch):
     fact = Fact(
-        "rms_norm_eps", "K999", hint="eps", line="norms", path="eps",
+        "rms_norm_eps", Rule("K999", "eps-unstated", "undecided", "No epsilon.", "Say it."),
+        hint="eps", line="norms", path="eps",
         candidates=lambda *_: [Candidate(1e-5, "Llama"), Candidate(2.5e-6, "nobody")],
         put=lambda spec, value: replace(spec, eps=value),
     )  # fmt: skip

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from ...convert.config import FROM_TRAINING
 from ...convert.read import ONE_NAME
 from ...drafters.eagle3 import KEYS
+from ...drafters.facts import TARGETS_DEPTH, UNDECIDED
 from ...drafters.keys import FULL_ATTENTION, Key
 from ...drafters.spec import Mla
 from ...engines.checks import is_speculators
@@ -165,7 +166,7 @@ def taken_otherwise(subject: HeadSubject) -> Iterator[Found]:
     inner = subject.config.get(subject.layout.config.nested)
     written = {**subject.config, **(inner if isinstance(inner, Mapping) else {})}
     for fact in subject.drafter.facts.values():
-        said = getattr(subject.hints, fact.hint)
+        said = subject.hints.told(fact.hint)
         if said is None or (fact.stated and fact.stated(written)):
             continue
         for engine in engines():
@@ -223,15 +224,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         fix=ONE_NAME,
         says_fix=True,
     ),
-    Rule(
-        "K006",
-        "captured-undecided",
-        "undecided",
-        "The config does not say clearly which target layers the head reads. A wrong guess costs acceptance.",
-        fix="Give --target, whose depth decides the default, or give --captured or --captured-are.",
-        seen_in="https://github.com/vllm-project/vllm/pull/50170",
-        says_fix=True,
-    ),
+    UNDECIDED,
     Rule(
         "K007",
         "no-place-in-layout",
@@ -292,23 +285,6 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "The config asks for a sliding window. Not every engine supports it for a draft head.",
         fix=FULL_ATTENTION,
         seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/llama.py#L186-L204",
-    ),
-    Rule(
-        "K015",
-        "residual-unstated",
-        "undecided",
-        "A speculators config does not state norm_before_residual. vLLM assumes true, the speculators library false.",
-        fix="State the value that the head was trained with, or give --norm-before-residual.",
-        seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/transformers_utils/configs/speculators/algos.py#L33",
-    ),
-    Rule(
-        "K025",
-        "parallel-mask-unstated",
-        "undecided",
-        "The config of a P-EAGLE head does not state its mask token. vLLM refuses it then.",
-        fix="State mask_token_id as it was trained, or give --mask-token.",
-        seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/spec_decode/llm_base_proposer.py#L363-L380",
-        says_fix=True,
     ),
     Rule(
         "K016",
@@ -386,14 +362,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         seen_in="https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/configuration_utils.py#L317-L325",
         check=dtype_unknown,
     ),
-    Rule(
-        "K023",
-        "layers-of-the-target",
-        "error",
-        "num_hidden_layers is probably the target's, because the head stores fewer layers. Engines would"
-        " build that many and leave them uninitialized.",
-        fix="Convert the head with --layers and the number of stored layers; kconv's layouts write it.",
-    ),
+    TARGETS_DEPTH,
     Rule(
         "K024",
         "option-not-in-config",

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from ...drafters.facts import THETA_LOST
 from ...drafters.rope_keys import PLACES, read_rope, stated_places
 from ...drafters.spec import Gqa, HeadSpec, Rope, Yarn
 from ...engines.base import UNSTATED_POSITIONS, rows_as_stated, unlimited
@@ -177,15 +178,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         seen_in="https://github.com/vllm-project/vllm/pull/51092",
         says_fix=True,
     ),
-    Rule(
-        "K162",
-        "rope-theta-lost",
-        "undecided",
-        "The config has no rope_theta. Engines use 10000; a Kimi-K2 target has 50000.",
-        fix="Pass --rope-theta, or state the rope_theta that the head was trained with, at the top level and in"
-        " rope_parameters.",
-        seen_in="https://github.com/sgl-project/SpecForge/issues/265",
-    ),
+    THETA_LOST,
     Rule(
         "K163",
         "rope-one-spelling",

@@ -65,11 +65,17 @@ def by_subject() -> dict[str, tuple[Rule[Any], ...]]:
         PluginInvalid: a rule of another package has an id of kconv's, an id or a name of another rule, or a subject
             that no report about a head has.
     """
-    families = {one.title: tuple(replace(rule, drafters=(one.name,)) for rule in one.rules()) for one in drafters()}
-    foreign = {one.title for one in drafters() if one not in OWN}
+    families: dict[str, tuple[Rule[Any], ...]] = {}
+    foreign = {one.title: one for one in drafters() if one not in OWN}
+    known = {rule for rules in _TABLES.values() for rule in rules}
+    for one in (*OWN, *foreign.values()):
+        # The rule of a fact that several families have is told once.
+        of_facts = [fact.rule for fact in one.facts.values() if fact.rule not in known]
+        known.update(of_facts)
+        families[one.title] = tuple(replace(rule, drafters=(one.name,)) for rule in (*of_facts, *one.rules()))
     of_head = [title for title in (*_TABLES, *families) if title not in (*OF_TARGET, OF_COMPARISON)]
     every = [(title, "kconv", rule) for title, rules in _TABLES.items() for rule in rules]
-    every += [(title, title, rule) for title, rules in families.items() for rule in rules]
+    every += [(rule.subject or title, title, rule) for title, rules in families.items() for rule in rules]
     every += [(rule.subject or OF_LIMITS, one.title, rule) for one in engines() for rule in one.rules]
     taken: dict[str, str] = {}
     for title, by, rule in every:
