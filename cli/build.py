@@ -16,7 +16,6 @@ from pydantic.fields import FieldInfo
 from ..engines import registry
 from ..errors import RequestInvalid
 from ..operations.base import Operation, command_name, first_wrong, unwrap
-from ..operations.reading import Reading
 from ..options import flag, marks
 from .complete import VALUES, complete_value
 from .group import AS_JSON, Command, OneOf
@@ -89,10 +88,9 @@ def make_command(name: str, cls: type[Operation], summary: str, **fixed: Any) ->
             raise click.UsageError(f"{error.what}. {error.fix}".rstrip()) from error
 
     about = {field: info.description or "" for field, info in fields.items() if marks(info).argument}
-    rare = Reading.model_fields.keys() - {"target"} if issubclass(cls, Reading) else ()
     return Command(
         name, params=params, callback=call, help=_help(name, cls), short_help=summary, about=about,
-        rare=rare, heading="If HEAD's files leave a fact open",
+        rare=cls.RARE, heading="If HEAD's files leave a fact open",
     )  # fmt: skip
 
 

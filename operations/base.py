@@ -111,6 +111,7 @@ class Operation(StrictModel):
         RESUMES: whether it resumes after a kill.
         PLANS: whether `preview` shows what it would do, for --dry-run.
         OF_RELEASE: whether its result depends on the facts of the release.
+        RARE: the options that help shows last, since few files need them.
     """
 
     model_config = ConfigDict(alias_generator=plain_name, populate_by_name=True)
@@ -121,6 +122,7 @@ class Operation(StrictModel):
     RESUMES: ClassVar[bool] = False
     PLANS: ClassVar[bool] = False
     OF_RELEASE: ClassVar[bool] = False
+    RARE: ClassVar[frozenset[str]] = frozenset()
 
     def run(self, context: Context) -> Any:
         """Run the operation.

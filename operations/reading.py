@@ -128,6 +128,7 @@ if TYPE_CHECKING:
 else:
     Reading = create_model("Reading", __base__=_Reading, __module__=__name__, **fields_of_facts())
     Reading.__doc__ = "The user's options where a head's config is silent or ambiguous."
+    Reading.RARE = frozenset(Reading.model_fields.keys() - {"target"})
 
 
 def check_trusted(context: Context, trust_remote_code: bool, target: str | None) -> None:

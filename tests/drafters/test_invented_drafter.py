@@ -428,6 +428,24 @@ def test_what_is_broken_is_refused_by_name(monkeypatch, found, message):
         registry.drafters.cache_clear()
 
 
+def test_what_is_broken_stops_no_command_that_reads_no_head(tmp_path):
+    info = tmp_path / "vole-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vole\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[kconv.drafters]\nvole = vole:VOLE\n")
+    ran = {
+        words: subprocess.run(
+            [sys.executable, "-m", "kconv", *words.split()],
+            env=os.environ | {"PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+        )
+        for words in ("env", "inspect head")
+    }
+    assert ran["env"].returncode == 0, ran["env"].stderr
+    assert ran["inspect head"].returncode == 1 and "vole = vole:VOLE" in ran["inspect head"].stderr
+
+
 @pytest.mark.skipif(INSTALLED in os.environ, reason="runs the others")
 def test_a_family_of_another_package_is_known_everywhere(tmp_path):
     shutil.copy(__file__, tmp_path / "mole.py")
