@@ -33,14 +33,17 @@ class Marks:
     words: tuple[str, ...] = ()
 
 
+def expanded(name: str | os.PathLike[str]) -> str:
+    """Return a path with ~ as the home folder: shells leave it in --target=~/head, and recipes and Python have none."""
+    return os.fspath(name) if os.path.lexists(name) else os.path.expanduser(name)  # noqa: PTH111
+
+
 def _path(value: Any) -> Any:
     """Accept a path with any bytes: pydantic's own strings must be UTF-8."""
     if isinstance(value, (str, os.PathLike)):
         if "\0" in str(value):
             raise ValueError("a path cannot contain a zero byte")
-        name = os.fspath(value)
-        # A shell leaves ~ in --target=~/head as it is, and recipes and Python calls have no shell.
-        return name if os.path.lexists(name) else os.path.expanduser(name)  # noqa: PTH111
+        return expanded(value)
     raise ValueError("it is neither a path nor a name")
 
 

@@ -93,17 +93,27 @@ class HubRepo:
     Attributes:
         repo: org/name.
         commit: 40 hex digits.
-        pinned: whether the user named the commit itself rather than a branch or tag.
+        revision: what the user named: a branch, a tag or the commit; None for the default branch.
     """
 
     repo: str
     commit: str
-    pinned: bool = field(default=False, compare=False)
+    revision: str | None = field(default=None, compare=False)
 
     @property
     def name(self) -> str:
         """org/name@<40 hex digits>."""
         return f"{self.repo}@{self.commit}"
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the user named the commit itself rather than a branch or tag."""
+        return self.revision == self.commit
+
+    @property
+    def served(self) -> tuple[str, str]:
+        """org/name, and the commit if the user named a revision, else ""."""
+        return self.repo, self.commit if self.revision else ""
 
     def open_headers(self) -> Checkpoint:
         """Read the config and the headers over the network, or offline from the local cache.
@@ -264,7 +274,7 @@ def resolve_repo(repo: str, revision: str | None) -> HubRepo:
         commit = HfApi().resolve_revision(repo, revision=revision).resolved
         if not COMMIT.fullmatch(commit):
             raise ValueError("the revision is not a commit")
-        return HubRepo(repo, commit, pinned=revision == commit)
+        return HubRepo(repo, commit, revision)
 
 
 def refuse_garbled(token: str | None) -> None:

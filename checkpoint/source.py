@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import unquote
 
 from ..errors import NotACheckpoint, readable
 from .folder import Checkpoint, locate, open_checkpoint
@@ -19,7 +20,7 @@ HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<rev
 # URLs that people paste: a repository's page, its files at a revision, or one file; and hf://.
 HUB_URL = re.compile(
     r"(?:(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/|hf://)(?:models/)?(?P<repo>[^/?#@]+/[^/?#@]+)"
-    r"(?:@(?P<at>[^/?#]+)|/(?:tree|blob|resolve|raw|commit)/(?P<revision>[^/?#]+))?(?:[/?#].*)?",
+    r"(?:@(?P<at>[^/?#]+)|/(?:tree|blob|resolve|raw|commit)/(?P<revision>refs/(?:pr|convert)/[^/?#]+|[^/?#]+))?(?:[/?#].*)?",
     re.ASCII,
 )
 
@@ -38,6 +39,11 @@ class Source(Protocol):
     @property
     def pinned(self) -> bool:
         """Whether the name fixes the exact bytes: a folder, or a repository at a commit."""
+        ...
+
+    @property
+    def served(self) -> tuple[str, str]:
+        """How engines name it: a path or org/name, and its commit if the user named a revision, else ""."""
         ...
 
     def open_headers(self) -> Checkpoint:
@@ -93,6 +99,11 @@ class Folder:
         """True: the user named the folder's own content."""
         return True
 
+    @property
+    def served(self) -> tuple[str, str]:
+        """The path alone."""
+        return str(self.path), ""
+
     def open_headers(self) -> Checkpoint:
         return open_checkpoint(self.path)
 
@@ -127,7 +138,8 @@ def hub_id_of(name: str) -> str:
     if found is None:
         return name
     revision = found["at"] or found["revision"]
-    return f"{found['repo']}@{revision}" if revision else found["repo"]
+    # The Hub's own links escape the slashes of refs/pr/1.
+    return f"{found['repo']}@{unquote(revision)}" if revision else found["repo"]
 
 
 def resolve(name: str) -> Source:

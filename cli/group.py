@@ -9,6 +9,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -158,6 +159,15 @@ class OneOf(click.Choice):
         if len(self.choices) == 1 and not close:
             self.fail(f"{value!r} is not {self.choices[0]}, the only value.", param, ctx)
         return super().convert(close[0] if len(close) == 1 else value, param, ctx)
+
+
+class Folder(click.Path):
+    """A path of a command that is no operation: ~ is the home folder, as in an operation's."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        from ..options import expanded
+
+        return Path(expanded(os.fsdecode(super().convert(value, param, ctx))))
 
 
 class Kconv(click.Group):

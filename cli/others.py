@@ -15,6 +15,7 @@ from click.shell_completion import get_completion_class
 
 from ..errors import MissingExtra
 from ..lines import Styled, Table, Words, megabytes, next_command
+from .group import Folder
 from .terminal import echo, make_console
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from ..pipeline.preview import Preview
     from ..pipeline.run import Outcome
 
-FOLDER = click.Path(path_type=Path)
+FOLDER = Folder()
 as_json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from ..engines import registry
-from ..errors import EngineFailed, LayoutCannot, RequestInvalid
+from ..errors import EngineFailed, LayoutCannot
 from ..escape import command
 from .complete import complete_value
 from .terminal import echo
@@ -19,7 +18,6 @@ from .terminal import echo
 if TYPE_CHECKING:
     from ..convert.read import Head
     from ..engines.base import Engine
-    from ..operations.base import Context
 
 
 def _steps(ctx: click.Context, param: click.Parameter, value: int | None) -> int | None:
@@ -35,7 +33,7 @@ PYTHON = "python"
 @click.command(short_help="Check a head, and start an engine that serves it.")
 @click.argument("head")
 @click.argument("options", metavar="[OPTIONS]...", nargs=-1)
-@click.option("--target", required=True, metavar="TARGET", help="The target, a folder or a Hub id.")
+@click.option("--target", required=True, metavar="TARGET", help="The target: a folder or a Hub id.")
 @click.option(
     "--engine",
     metavar="ENGINE",
@@ -69,56 +67,59 @@ def serve(
     """
     if as_json and not dry_run:
         raise click.UsageError("--json goes with --dry-run: an engine prints its own lines")
+    from ..checkpoint.folder import read_json
+    from ..checkpoint.manifest import Hints
+    from ..convert.opening import open_head
+    from ..engines.base import Deployment, Serving, needs_code
     from ..operations.validate import Validate
+    from ..options import expanded
+    from ..serving.start import check_start
     from .progress import Terminal
     from .show import print_json
 
-    context = Terminal()
-    python = Path(engine_python) if engine_python else Path(sys.executable)
-    served = _open(context, head, target)
-    chosen = _choose(served, engine, python, starts=not dry_run)
+    context, target, python = Terminal(), expanded(target), expanded(engine_python or sys.executable)
+    head, aimed = expanded(head), context.source(target)
+    checkpoint = context.source(head).open_weights()
+    # Its values are read once, by the check.
+    served = open_head(checkpoint, None, Hints(), aimed, values=False)
+    chosen = _choose(served, engine, Path(python), starts=not dry_run)
+    steps = draft_tokens or served.spec.drafter.draft_tokens(served.spec)
+    folder = checkpoint.folder.absolute()
+    check_start(Serving(Path(python), Path(target), folder, served.spec, draft_tokens=steps), chosen)
     request = Validate(head=head, target=target, for_=(chosen.name,))
     report = request.run(context)
     if not request.passed(report):
         raise request.failure(report)
-    words = list(_words(context, served, chosen, target, draft_tokens, options))
+    own_code = needs_code(read_json(aimed.fetch_config() / "config.json"), checkpoint.config)
+    name, revision = aimed.served
+    deployment = Deployment(name, str(folder), served.spec, own_code, steps=draft_tokens, revision=revision)
+    assert chosen.launch is not None
+    # The user's own options stand last, so that they decide.
+    words = [*chosen.launch.command(deployment), *options]
     if as_json:
         print_json({"engine": chosen.name, "command": words})
         return
     echo(command(words), err=not dry_run)
     if not dry_run:
-        folder = python.absolute().parent
-        os.environ["PATH"] = os.pathsep.join(filter(None, (str(folder), os.environ.get("PATH"))))
-        program = python if words[0] == PYTHON else folder / words[0]
-        if not program.exists():
-            raise EngineFailed(
-                f"{chosen.title} is installed there without its program {words[0]}",
-                where=program,
-                fix=f"Install {chosen.title} in that environment again, or run the command above where it is.",
-            )
-        os.execv(program, [str(program), *words[1:]])
+        _give_way(words, Path(python), chosen)
 
 
-def _open(context: Context, head: str, target: str) -> Head:
-    """Open a head with its weights: it is served from its folder, so what is checked is what is served.
+def _give_way(words: list[str], python: Path, engine: Engine) -> None:
+    """Let an engine of an environment take this process's place.
 
     Raises:
-        KconvError: it cannot be read.
-        RequestInvalid: the target is named at a revision, which engines take in options of their own.
+        EngineFailed: the environment lacks its program.
     """
-    from ..checkpoint.manifest import Hints
-    from ..checkpoint.source import HUB_ID, Folder
-    from ..convert.opening import open_head
-
-    aimed = context.source(target)
-    named = HUB_ID.fullmatch(target)
-    if not isinstance(aimed, Folder) and named and named["revision"]:
-        raise RequestInvalid(
-            f"{target} names a revision, but engines take it as an option",
-            where="--target",
-            fix=f"Pass --target {named['repo']} -- --revision {named['revision']}.",
+    folder = python.absolute().parent
+    os.environ["PATH"] = os.pathsep.join(filter(None, (str(folder), os.environ.get("PATH"))))
+    program = python if words[0] == PYTHON else folder / words[0]
+    if not program.exists():
+        raise EngineFailed(
+            f"{engine.title} is installed there without its program {words[0]}",
+            where=program,
+            fix=f"Install {engine.title} in that environment again, or run the command above where it is.",
         )
-    return open_head(context.source(head).open_weights(), None, Hints(), aimed)
+    os.execv(program, [str(program), *words[1:]])
 
 
 def _choose(head: Head, name: str | None, python: Path, *, starts: bool) -> Engine:
@@ -163,19 +164,3 @@ def _choose(head: Head, name: str | None, python: Path, *, starts: bool) -> Engi
         refused.fix = "Pass the python of an environment that has it (--engine-python), or --dry-run for the command."
         raise refused
     return able[0]
-
-
-def _words(
-    context: Context, head: Head, engine: Engine, target: str, draft_tokens: int | None, options: tuple[str, ...]
-) -> Iterator[str]:
-    """Yield the words of an engine's command, the user's own last, so that they decide."""
-    from ..checkpoint.folder import read_json
-    from ..engines.base import Deployment, flat, needs_code
-
-    assert engine.launch is not None
-    config = read_json(context.source(target).fetch_config() / "config.json")
-    own_code = needs_code(config, head.checkpoint.config)
-    folder = str(head.checkpoint.folder.absolute())
-    deployment = Deployment(target, folder, head.spec, own_code, steps=draft_tokens)
-    yield from flat(engine.launch.words(deployment))
-    yield from options

@@ -70,7 +70,8 @@ def fill(
         served = Deployment(own_code=own_code)
         # A folder's path is of this machine.
         if plan.target is not None and not plan.target.is_folder:
-            served = Deployment(plan.target.name.partition("@")[0], own_code=own_code)
+            target, revision = plan.target.served
+            served = Deployment(target, own_code=own_code, revision=revision)
         for name, text in launch_files(plan.spec, plan.layout.name, served).items():
             files.append(_write(folder / name, text.encode()))
     if plan.source.side:

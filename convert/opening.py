@@ -15,8 +15,10 @@ from .provenance import Origin, made_from
 from .read import Head, claim_tensors, read_head
 
 
-def open_head(checkpoint: Checkpoint, layout: Layout | None, hints: Hints, target: Source | None) -> Head:
-    """Read a head for its target, from headers alone if the checkpoint has only headers.
+def open_head(
+    checkpoint: Checkpoint, layout: Layout | None, hints: Hints, target: Source | None, *, values: bool = True
+) -> Head:
+    """Read a head for its target; without `values`, or if the checkpoint has only headers, from its headers alone.
 
     The layout is detected from the head's marks if None. A target's depth replaces the hints' `target_layers`.
 
@@ -25,7 +27,7 @@ def open_head(checkpoint: Checkpoint, layout: Layout | None, hints: Hints, targe
         KconvError: it cannot be read; see `read_head`.
     """
     config = _config(target)
-    head = _read(checkpoint, layout, hints, config)
+    head = _read(checkpoint, layout, hints, config, values=values)
     if target and config:
         _check_fit(head.spec, config, target.name)
     return head
@@ -63,8 +65,10 @@ def _config(target: Source | None) -> TargetConfig | None:
     return read_target_config(target.fetch_config()) if target else None
 
 
-def _read(checkpoint: Checkpoint, layout: Layout | None, hints: Hints, target: TargetConfig | None) -> Head:
-    read = claim_tensors if checkpoint.headers_only else read_head
+def _read(
+    checkpoint: Checkpoint, layout: Layout | None, hints: Hints, target: TargetConfig | None, *, values: bool = True
+) -> Head:
+    read = read_head if values and not checkpoint.headers_only else claim_tensors
     hints = hints.model_copy(update={"target_layers": target.layers}) if target else hints
     return read(checkpoint, layout=layout, hints=hints)
 

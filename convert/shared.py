@@ -41,6 +41,7 @@ class SharedTensors:
         tensors: header entries of the `SLOTS` that were found, by slot.
         headers_only: whether their bytes are still on the Hub.
         is_folder: whether the target is a folder, whose tensors need no download.
+        served: how engines name the target; see `Source.served`.
         model_type: of its text model, e.g. "kimi_k2"; empty if unknown.
         architecture: of the whole target, e.g. "KimiK25ForConditionalGeneration"; empty if unknown.
         absent: why a slot's tensor cannot be read though the target has one, e.g. its shard is missing.
@@ -50,6 +51,7 @@ class SharedTensors:
     tensors: Mapping[str, TensorInfo]
     headers_only: bool = False
     is_folder: bool = False
+    served: tuple[str, str] = ("", "")
     layers: int | None = None
     model_type: str = ""
     architecture: str = ""
@@ -131,6 +133,7 @@ def find_shared(target: Source, slots: Iterable[str]) -> SharedTensors:
         target.name,
         found,
         is_folder=isinstance(target, Folder),
+        served=target.served,
         layers=config.layers,
         model_type=config.model_type,
         architecture=config.architecture,

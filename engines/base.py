@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from ..drafters.base import Spec
 from ..drafters.eagle3 import EAGLE3
 from ..drafters.spec import Gqa, Mla
+from ..errors import RequestInvalid
 from ..escape import Word, command
 from ..rule import Rule
 from .counters import Counters, PerRequest
@@ -39,9 +40,15 @@ case ${{1-}} in
 "" | -*) {otherwise} ;;
 *) target=$1; shift ;;
 esac
+case $target in
+[A-Za-z0-9]*/*@?*) [ -e "$target" ] || {{ {pinned}; }} ;;
+esac
 exec {command} "$@"
 """
 NO_TARGET = 'echo "usage: sh $0 TARGET [OPTIONS]; TARGET is a folder or an id on the Hub" >&2; exit 2'
+# What it does with a target of the form org/name@revision: with an engine's option for a revision, and without one.
+PINNED = 'set -- {option} "${{target#*@}}" "$@"; target=${{target%%@*}}'
+NO_REVISION = 'echo "$0: this engine takes no revision; pass the folder of $target" >&2; exit 2'
 VARIABLES = {TARGET: '"$target"', HEAD: '"$head"'}
 
 Config = Mapping[str, Any]
@@ -143,6 +150,7 @@ class Deployment:
         arguments: further words of the command.
         branches, nodes: see `Serving`.
         steps: draft tokens per step; None for as many as its family drafts.
+        revision: the commit of a target on the Hub; "" for its default branch.
     """
 
     target: str = TARGET
@@ -153,6 +161,7 @@ class Deployment:
     branches: int = 1
     nodes: int = 0
     steps: int | None = None
+    revision: str = ""
 
     @property
     def draft_tokens(self) -> int:
@@ -188,6 +197,7 @@ class Launch:
         spread: the further words for a quantized target of Kimi-K2's size on eight GPUs; if empty, its card shows no
             command of this engine. The format needs no option: engines read config.json's quantization_config.
         packed: whether it also reads that target in compressed-tensors' form of NVFP4.
+        revision: its option for the revision of a target on the Hub; "" if it has none.
     """
 
     words: Callable[[Deployment], list[Word]]
@@ -198,6 +208,22 @@ class Launch:
     drafters: tuple[str, ...] = (EAGLE3.name,)
     spread: tuple[str, ...] = ()
     packed: bool = False
+    revision: str = ""
+
+    def command(self, served: Deployment) -> list[str]:
+        """Return the command's words, with the target's revision.
+
+        Raises:
+            RequestInvalid: the engine cannot be told which.
+        """
+        if served.revision and not self.revision:
+            raise RequestInvalid(
+                f"the engine takes no revision of {served.target}",
+                where="--target",
+                fix=f"Download it (hf download {served.target} --revision {served.revision}), and pass its folder.",
+            )
+        pin = [self.revision, served.revision] if served.revision else []
+        return [*flat(self.words(served)), *pin]
 
     def text(self, spec: Spec, served: Deployment) -> str:
         """Return the file's content, for a drafter whose folder it is in."""
@@ -205,11 +231,13 @@ class Launch:
             return self.config(spec, served)
         words = flat(self.words(replace(served, target=TARGET, head=HEAD)))
         unnamed = served.target == TARGET
+        target = f"{served.target}@{served.revision}" if served.revision else served.target
         return SCRIPT.format(
             file=self.file,
             target="TARGET" if unnamed else "[TARGET]",
             notes="".join(f"# {note}\n" for note in self.notes(spec)),
-            otherwise=NO_TARGET if unnamed else f"target={command([served.target])}",
+            otherwise=NO_TARGET if unnamed else f"target={command([target])}",
+            pinned=PINNED.format(option=self.revision) if self.revision else NO_REVISION,
             command=" ".join(VARIABLES.get(word) or command([word]) for word in words),
         )
 

@@ -566,6 +566,9 @@ ENGINE = Engine(
         spread=("--tp-size", "8"),
         # https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/layers/quantization/compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4.py
         packed=True,
+        # The tokenizer follows it:
+        # https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/managers/tokenizer_manager.py#L646
+        revision="--revision",
     ),
     counters=Counters(
         marks="sglang:",

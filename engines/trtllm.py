@@ -236,6 +236,18 @@ FAMILIES: Mapping[str, Callable[[Drafts], Mapping[str, Any]]] = {
 }  # fmt: skip
 
 
+def _command(served: Deployment) -> str:
+    """Return the command; it serves a pinned target from its folder.
+
+    With `revision`, `_try_load_tokenizer` still takes the default branch's tokenizer:
+    https://github.com/NVIDIA/TensorRT-LLM/blob/4c05a74891e4df8066f08ed4ce14b0972abe4e25/tensorrt_llm/llmapi/llm.py
+    """
+    program, target, *rest = map(command, zip(_words(served)))
+    if served.revision:
+        target = f'"$({command(["hf", "download", served.target, "--revision", served.revision])})"'
+    return " ".join([program, target, *rest])
+
+
 def _yaml(spec: Spec, served: Deployment) -> str:
     import yaml
 
@@ -244,7 +256,7 @@ def _yaml(spec: Spec, served: Deployment) -> str:
     common = {"max_draft_len": served.draft_tokens, "speculative_model": served.head}
     options = {"speculative_config": {"decoding_type": told.pop("decoding_type")} | common | told}
     # YAML has no control characters, not even in a comment.
-    shown = terminal(command(_words(served))).split("\n")
+    shown = terminal(_command(served)).split("\n")
     notes = [f"# {line}" for line in (*shown, *_notes(spec))]
     return "\n".join([*notes, yaml.safe_dump(options, sort_keys=False) + SHOW_COUNTERS, ""])
 

@@ -361,7 +361,7 @@ def _check_build(method: str, serving: Serving) -> None:
         raise EngineFailed(
             f"vLLM's CPU build does not serve the method {method}: its only runner that has it needs a GPU",
             where=serving.head,
-            fix="Use a vLLM on a GPU (--url), or SGLang (--engine sglang). Without --engine kconv drafts by itself.",
+            fix="Use a vLLM on a GPU, or SGLang (--engine sglang).",
         )
 
 
@@ -642,6 +642,9 @@ ENGINE = Engine(
         spread=("--tensor-parallel-size", "8"),
         # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4.py
         packed=True,
+        # The tokenizer follows it:
+        # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/model.py#L598-L599
+        revision="--revision",
     ),
     # It shows its counters only if it speculates.
     counters=Counters("vllm:", "/metrics", "/version", read_counters, _count, lambda _: True),

@@ -111,7 +111,7 @@ def _check(
         findings += check_manifest(checkpoint, about, whole=isinstance(subject, Folder))
     if measured_on is None:
         findings += _not_verified(rules)
-    provenance = _about(rules, source, options)
+    provenance = _about(rules, source, options, target)
     identical, measured, told = None, (), None
     still_open = _still_open(rules)
     if rules.head is None:
@@ -236,16 +236,25 @@ def _written_for(rules: HeadSubject, served_by: str | None) -> HeadSubject:
     return replace(rules, engines=frozenset(engines_of(rules.layout)) | set(registry.asked().get(served_by or "", ())))
 
 
-def _about(rules: HeadSubject, source: Origin | None, options: ValidateOptions) -> dict[str, object]:
+def _about(
+    rules: HeadSubject, source: Origin | None, options: ValidateOptions, target: Source | None
+) -> dict[str, object]:
     """Describe what was checked, and for which engines and why."""
-    return {
-        "for": [engine for engine in ENGINES if engine in rules.engines],
-        "for_by": "as requested" if options.for_ else "the engines that the layout is written for",
-        "checked": "head",
-        "layout": rules.layout.name if rules.layout else None,
-        "headers_only": options.headers_only,
-        "source": source.alone.checkpoint.source if source else None,
-    } | _draft(rules.checkpoint)
+    # A target's depth is no option.
+    stated = rules.hints.model_dump(exclude_none=True, exclude={"target_layers"} if target else set())
+    return (
+        {
+            "for": [engine for engine in ENGINES if engine in rules.engines],
+            "for_by": "as requested" if options.for_ else "the engines that the layout is written for",
+            "checked": "head",
+            "layout": rules.layout.name if rules.layout else None,
+            "headers_only": options.headers_only,
+            "source": source.alone.checkpoint.source if source else None,
+        }
+        | _draft(rules.checkpoint)
+        | ({"stated": stated} if stated else {})
+        | ({"target": target.name} if target else {})
+    )
 
 
 def _draft(checkpoint: Checkpoint) -> dict[str, object]:

@@ -18,10 +18,10 @@ from ..checkpoint.folder import Checkpoint
 from ..checkpoint.schema import load_json
 from ..convert.read import Head
 from ..drafters.facts import phrase
-from ..engines.registry import engines
+from ..engines.registry import engines, engines_of
 from ..errors import NotACheckpoint, ReportInvalid, Severity
 from ..installed import version_of
-from ..lines import Line, Part, Result, Styled, Table, counted
+from ..lines import Line, Part, Result, Styled, Table, counted, next_command
 from ..measure.figures import Figures, ReadingFigures
 from ..rule import Finding as Finding
 from ..strict import StrictModel
@@ -184,6 +184,17 @@ class Report(Result, StrictModel):
         if judged := self.verdicts:
             parts = [part for one in judged for part in (" · ", *one.words)]
             yield Line(tuple(parts[1:]))
+        if self._servable():
+            yield next_command("serve", self.subject, "--target", str(self.provenance.get("target") or "TARGET"))
+
+    def _servable(self) -> bool:
+        """Return whether it is of a head that `kconv serve` starts an engine with.
+
+        What an option states in place of the files, no engine is told.
+        """
+        passed = {one.engine for one in self.verdicts if one.outcome == "pass" and "stated" not in self.provenance}
+        layout = str(self.provenance.get("layout")) if self.provenance.get("checked") == "head" else ""
+        return any(one.title in passed and one.launch and not one.launch.config for one in engines_of(layout))
 
     def acceptance_table(self, title: str = "") -> Table:
         """Return acceptance lengths by drafter and text, with standard errors if available."""

@@ -12,7 +12,7 @@ from support.hub import head, weights
 
 from kconv.checkpoint.bytes import digest
 from kconv.checkpoint.folder import INDEX, open_checkpoint
-from kconv.checkpoint.source import Folder, resolve
+from kconv.checkpoint.source import Folder, hub_id_of, resolve
 from kconv.errors import CorruptHeader, CorruptIndex, HubUnreachable, NotACheckpoint
 
 
@@ -156,6 +156,11 @@ def test_a_server_without_ranges_is_not_read_whole(hub):
 def test_a_pasted_url_is_the_repository_that_it_shows(hub, url):
     commit = hub.commit("org/head", head())
     assert resolve(url).name == f"org/head@{commit}"
+
+
+@pytest.mark.parametrize("tail", ["refs/pr/1", "refs%2Fpr%2F1", "refs%2Fpr%2F1/config.json"])
+def test_the_page_of_a_pull_request_is_its_revision(tail):
+    assert hub_id_of(f"https://huggingface.co/org/head/tree/{tail}") == "org/head@refs/pr/1"
 
 
 @pytest.mark.parametrize("url", ["https://example.com/org/head", "https://huggingface.co/org", "hf://../../etc"])

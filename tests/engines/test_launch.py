@@ -11,8 +11,9 @@ from support.block_drafters import DFLASH, DSPARK
 from support.commands import NAMES, ran
 from support.heads import GQA, MLA
 
-from kconv.engines.base import HEAD, TARGET, Deployment, needs_code
+from kconv.engines.base import HEAD, TARGET, Deployment, Launch, needs_code
 from kconv.engines.registry import launch_files
+from kconv.errors import RequestInvalid
 
 
 def told(script: str) -> dict[str, str]:
@@ -126,6 +127,57 @@ def test_a_launch_file_takes_the_target_and_further_options_as_arguments(file, t
         assert (done.returncode, done.stderr) == (
             2, f"usage: sh {file} TARGET [OPTIONS]; TARGET is a folder or an id on the Hub\n",
         )  # fmt: skip
+
+
+COMMIT = "a" * 40
+
+
+@pytest.mark.parametrize("file", STARTS)
+def test_a_launch_file_serves_the_revision_that_a_target_is_pinned_to(file, tmp_path):
+    (tmp_path / "config.json").touch()
+    script = launch_files(MLA, "portable", Deployment("org/target", revision=COMMIT))[file]
+    for given, target, pin in (
+        ((), "org/target", ["--revision", COMMIT]),
+        # The user's own options stand behind it, so that they decide.
+        (("--revision", "mine"), "org/target", ["--revision", COMMIT, "--revision", "mine"]),
+        (("org/target@v1",), "org/target", ["--revision", "v1"]),
+        (("org/target@refs/pr/1",), "org/target", ["--revision", "refs/pr/1"]),
+        (("org/target",), "org/target", []),
+        (("./org/target@v1",), "./org/target@v1", []),
+    ):
+        (call,) = ran(script, tmp_path, tmp_path / file, *given)
+        assert target in call and call[len(call) - len(pin) :] == pin
+        assert call.count("--revision") == pin.count("--revision")
+
+
+def test_a_folder_that_is_named_like_a_revision_is_that_folder(tmp_path):
+    script = launch_files(MLA, "vllm")["serve-vllm.sh"].replace("exec vllm", "exec echo vllm")
+    (tmp_path / "config.json").touch()
+    (tmp_path / "serve-vllm.sh").write_text(script)
+    (tmp_path / "org" / "here@v1").mkdir(parents=True)
+    for name, said in (("org/here@v1", "vllm serve org/here@v1 "), ("org/gone@v1", "vllm serve org/gone ")):
+        done = subprocess.run(["sh", "serve-vllm.sh", name], cwd=tmp_path, capture_output=True, text=True)
+        assert done.stdout.startswith(said)
+
+
+def test_tensorrt_llm_serves_a_pinned_target_from_the_folder_that_its_revision_is_downloaded_to(tmp_path):
+    text = launch_files(MLA, "trtllm", Deployment("org/target", revision=COMMIT))["serve-trtllm.yaml"]
+    download, start = ran(text.splitlines()[0].removeprefix("# "), tmp_path)
+    assert download == ["hf", "download", "org/target", "--revision", COMMIT]
+    assert start[0] == "trtllm-serve" and "org/target" not in start and start[2:4] == ["--backend", "pytorch"]
+
+
+def test_an_engine_that_takes_no_revision_says_so(tmp_path):
+    (tmp_path / "config.json").touch()
+    launch = Launch(lambda served: ["vllm", served.target], "serve-other.sh")
+    pinned = Deployment("org/target", revision=COMMIT)
+    with pytest.raises(RequestInvalid, match="takes no revision of org/target") as error:
+        launch.command(pinned)
+    assert f"hf download org/target --revision {COMMIT}" in error.value.fix
+    (tmp_path / launch.file).write_text(launch.text(MLA, pinned))
+    done = subprocess.run(["sh", tmp_path / launch.file], capture_output=True, text=True)
+    assert done.returncode == 2 and "takes no revision" in done.stderr and f"org/target@{COMMIT}" in done.stderr
+    assert launch.command(Deployment("org/target")) == ["vllm", "org/target"]
 
 
 CODE = {"auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}

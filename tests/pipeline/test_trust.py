@@ -110,8 +110,8 @@ def test_an_attention_is_converted_with_one_commits_code_alone(target, head, pro
 
 
 def test_only_one_commit_is_trusted():
-    context, named = Context(), HubRepo("org/kimi", "a" * 40, pinned=True)
-    context._sources["pinned"], context._sources["moving"] = named, replace(named, pinned=False)
+    context, named = Context(), HubRepo("org/kimi", "a" * 40, "a" * 40)
+    context._sources["pinned"], context._sources["moving"] = named, replace(named, revision="main")
     check_trusted(context, True, "pinned")
     check_trusted(context, False, "moving")
     with pytest.raises(RequestInvalid, match="pinned") as error:

@@ -92,7 +92,7 @@ def _fault(command: click.Command, arguments: list[str]) -> str:
     return ""
 
 
-PROGRAMS = ("vllm", "python", "trtllm-serve", "kconv", "touch", "x")
+PROGRAMS = ("vllm", "python", "trtllm-serve", "hf", "kconv", "touch", "x")
 STUB = '#!/bin/sh\nprintf \'%s\\0\' $# "${0##*/}" "$@" >> "$RECORD"\n'
 # Names of heads and targets that a shell, JSON, YAML or Markdown may take for something else.
 NAMES = (

@@ -188,6 +188,7 @@ BROKEN = {
     ),
     "a serve line that names the target's folder": ("P116", lambda f: alter_card(f, "serve org/target", "serve out/t")),
     "a serve line without the target": ("P116", lambda f: alter_card(f, "serve org/target", "serve PATH_OR_ID")),
+    "a serve line with a revision": ("P116", lambda f: alter_card(f, "serve org/target", "serve org/target@main")),
     "an unknown license": ("L2", lambda f: write_card(f, FRONT | {"license": "unknown"})),
     "no base model": ("L8", lambda f: write_card(f, {k: v for k, v in FRONT.items() if k != "base_model"})),
     "a license that is not linked": (
