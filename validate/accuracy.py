@@ -50,6 +50,7 @@ class Results(StrictModel):
     chat_template_sha: str | None = None
     system_instruction_sha: str | None = None
     fewshot_as_multiturn: bool | None = None
+    max_length: Any = None
 
     @property
     def tasks(self) -> list[str]:
@@ -78,7 +79,9 @@ class Results(StrictModel):
             "questions": sum(self.samples[part].effective for part in parts if part in self.samples),
             "limit": self.config.get("limit"),
             "gen_kwargs": self.config.get("gen_kwargs") or None,
-            "few-shot seed": self.config.get("fewshot_seed"),
+            "seeds": {name: self.config.get(f"{name}_seed") for name in ("random", "numpy", "torch", "fewshot")},
+            # What a prompt has beyond it is cut off at the front.
+            "max_length": self.max_length,
             "chat template": self.chat_template_sha,
             "system instruction": self.system_instruction_sha,
             "few-shot as turns": self.fewshot_as_multiturn or None,

@@ -44,6 +44,16 @@ def sglang_python() -> Path:
 
 
 @pytest.fixture(scope="session")
+def lm_eval() -> Path:
+    """Return lm_eval's program: $KCONV_LM_EVAL, else what scripts/engine-env makes."""
+    given = os.environ.get("KCONV_LM_EVAL")
+    if given:
+        return Path(given)
+    made = subprocess.run([ROOT / "scripts" / "engine-env", "lm-eval"], stdout=subprocess.PIPE, text=True, check=True)
+    return Path(made.stdout.strip()).with_name("lm_eval")
+
+
+@pytest.fixture(scope="session")
 def random_target(tiny_target, tmp_path_factory) -> Path:
     """Return the tiny target with random weights in the trained ones' place.
 
