@@ -34,8 +34,15 @@ WHOLE_MODEL = Kind(
     "target",
     "a whole model, not a draft head",
     "Pass it to kconv validate, or as --target.",
-    lambda config, names: not is_claimed(config, names) and any(name.startswith(TARGET_LAYERS) for name in names),
+    lambda config, names: not is_claimed(config, names) and (
+        any(name.startswith(TARGET_LAYERS) for name in names) or _of_deepseek_v4(names)
+    ),
 )
+
+
+def _of_deepseek_v4(names: Names) -> bool:
+    """Return whether tensors have the names of DeepSeek-V4, whose layers stand under no prefix."""
+    return "embed.weight" in names and any(name.startswith("layers.") and ".ffn." in name for name in names)
 
 
 def identify(config: Config, names: Names) -> Kind | None:

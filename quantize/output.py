@@ -75,7 +75,10 @@ def quantized_config(plan: QuantizePlan) -> tuple[dict[str, Any], dict[str, Any]
     if isinstance(text, dict) and text.get("model_type") in TEXT_MODEL_TYPES:
         text["model_type"] = TEXT_MODEL_TYPES[text["model_type"]]
     packed, rounded = ([module.name for module in modules] for modules in (plan.modules, plan.rounded))
-    excludes = exclude_modules(plan.linear, {*packed, *rounded}, plan.mtp)
+    # Engines build an output matrix of its own before they tie it to the embedding, and ModelOpt lists it so.
+    # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/llama.py#L503-L510
+    tied = [f"{plan.config.prefix}lm_head"] if plan.config.tied else []
+    excludes = exclude_modules([*plan.linear, *tied], {*packed, *rounded}, plan.mtp)
     if plan.recipe.stored == NVFP4_PACKED:
         # Its target is each Linear, and of some families' routers that is the class.
         excludes += [module for module in plan.linear if module.endswith(ROUTER)]

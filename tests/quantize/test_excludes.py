@@ -1,12 +1,25 @@
 """Excludes: each reader finds the modules that stay, and no other, however its matching works."""
 
+import json
 from fnmatch import fnmatch
 
+import modelopt.torch.quantization as mtq
 import pytest
+import torch
+from modelopt.torch.export import export_hf_checkpoint
 from support.heads import linear_modules
+from support.validated import validate
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from kconv.quantize.plan import exclude_modules
+from kconv.checkpoint.folder import open_checkpoint
+from kconv.checkpoint.source import Folder
+from kconv.quantize.calibration import data_free
+from kconv.quantize.modelopt_backend import quant_cfg
+from kconv.quantize.plan import exclude_modules, plan_quantize
 from kconv.quantize.recipe import builtin_recipes, load_recipe
+from kconv.quantize.run import quantize
+from kconv.targets.config import parse_target_config
+from kconv.validate.options import ValidateOptions
 
 
 def vllm_excludes(module: str, entries: list[str]) -> bool:
@@ -58,3 +71,24 @@ def test_the_published_kimi_lists_are_covered():
             for part in ("mlp.shared_experts", "self_attn")
         ),
     ]
+
+
+@pytest.mark.parametrize("form", ["modelopt", "compressed-tensors"])
+def test_an_output_matrix_that_is_the_embedding_is_excluded_as_modelopt_does(form, tmp_path):
+    """Engines build one before they tie it; no tensor is named after it."""
+    dims = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = LlamaConfig(**dims, vocab_size=64, tie_word_embeddings=True)
+    model = LlamaForCausalLM(config).bfloat16().eval()
+    model.save_pretrained(tmp_path / "source")
+    source = open_checkpoint(tmp_path / "source")
+    assert "lm_head.weight" not in source.tensors
+    recipe = load_recipe("nvfp4").model_copy(update={"format": form})
+    quantize(plan_quantize(source, parse_target_config(source.config), recipe, data_free()), tmp_path / "ours")
+    model.config.dtype, model.config.architectures = torch.bfloat16, ["LlamaForCausalLM"]
+    mtq.quantize(model, quant_cfg(load_recipe("nvfp4")), lambda it: it(torch.arange(64)[None]))
+    export_hf_checkpoint(model, export_dir=tmp_path / "theirs")
+    ours, theirs = (json.loads((tmp_path / who / "config.json").read_text()) for who in ("ours", "theirs"))
+    # ModelOpt lists the embedding too, which no engine asks for.
+    assert ours["quantization_config"]["ignore"] == ["lm_head"]
+    assert theirs["quantization_config"]["ignore"] == ["lm_head", "model.embed_tokens"]
+    assert validate(Folder(tmp_path / "ours"), ValidateOptions(for_=("vllm-v1",))).findings == ()

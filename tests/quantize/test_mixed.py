@@ -11,11 +11,13 @@ from modelopt.torch.quantization.qtensor.fp8_tensor import FP8QTensor
 from safetensors.torch import load_file, save_file
 from support.quantized_targets import make_form, write_wide
 from support.target_faults import MIXED
+from support.validated import validate
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.header import read_header
 from kconv.checkpoint.manifest import verify
+from kconv.checkpoint.source import Folder
 from kconv.errors import RecipeInvalid, SourceFormatUnknown, TensorShape
 from kconv.quantize.calibration import data_free
 from kconv.quantize.fp8 import scales_of, values_of
@@ -89,6 +91,8 @@ def test_the_tensors_and_the_config_are_modelopts_own(tmp_path):
     one, other = (config_of(tmp_path / who)["quantization_config"] for who in ("ours", "theirs"))
     assert (one.pop("ignore"), other.pop("ignore")) == (["lm_head"], [])
     assert one == other
+    findings = validate(Folder(tmp_path / "theirs")).findings
+    assert [(finding.rule, finding.severity) for finding in findings] == [("K414", "error")]
 
 
 @pytest.mark.parametrize("form", ["bf16", "int4"])

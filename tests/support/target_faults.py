@@ -149,6 +149,10 @@ def pack(module: str) -> Change:
     return change
 
 
+def tied(config: Json, tensors: Tensors, side: Json) -> None:
+    config["tie_word_embeddings"] = True
+
+
 def layer_ten(config: Json, tensors: Tensors, side: Json) -> None:
     """Make a layer 10 of layer 6, leave layer 1 as it was before, and exclude it by a number without an end."""
     experts = {n.rpartition(".")[0] for n in tensors if n.startswith("model.layers.1.mlp.experts.")}
@@ -217,12 +221,14 @@ def exclude_mtp_by(*parts: str) -> Change:
 
 def add_indexer(config: Json, tensors: Tensors, side: Json) -> None:
     """Add what only an indexer (DeepSeek-V3.2, GLM-5) has, plain and excluded."""
-    tensors[f"{INDEXER}.weight"] = torch.ones(4, 64).bfloat16()
+    for module in (INDEXER, WK):
+        tensors[f"{module}.weight"] = torch.ones(4, 64).bfloat16()
 
 
 # FP8 attention beside NVFP4 experts.
 MIXED = "nvfp4-experts-fp8-attention"
 O_PROJ, INDEXER = f"{ATTENTION}.o_proj", f"{ATTENTION}.indexer.weights_proj"
+WK = f"{ATTENTION}.indexer.wk"
 
 
 def state(name: str, algorithm: str) -> Change:
@@ -296,6 +302,7 @@ FAULTS = (
                      excludes(lambda e: [*e, f"{ATTENTION}.kv_a_proj_with_mqa"])), "nvfp4"),
     TargetFault("a router packed", "K407", pack(f"{LAYER}.mlp.gate")),
     TargetFault("an indexer's weights_proj packed", "K407", both(add_indexer, pack(INDEXER)), "nvfp4"),
+    TargetFault("an indexer's wk packed", "K407", both(add_indexer, pack(WK)), "nvfp4"),
     TargetFault("an indexer's weights_proj in FP8", "K407", both(round_indexer, state(INDEXER, "fp8_pb_wo")), MIXED),
     TargetFault("lm_head packed", "K408", both(pack("lm_head"), without("lm_head"))),
     TargetFault("INT4's bytes left beside", "K409", left_over),
@@ -316,7 +323,8 @@ FAULTS = (
     TargetFault("quant_method of another library", "K423", block(quant_method="compressed-tensors")),
     TargetFault("groups of 32 in the side file", "K423", side_block(group_size=32)),
     TargetFault("FP8 beside NVFP4, and both files say NVFP4", "K423", state_nvfp4, MIXED),
-    TargetFault("an algorithm that kconv does not read, beside NVFP4", "K423", state(O_PROJ, "FP8"), MIXED),
+    TargetFault("an algorithm that no engine knows, beside NVFP4", "K423", state(O_PROJ, "INT4_FP8"), MIXED),
+    TargetFault("an algorithm that kconv does not check, beside NVFP4", "K439", state(O_PROJ, "FP8"), MIXED),
     TargetFault("groups of 32 for one layer's experts", "K423", size(f"{LAYER}.mlp.experts", 32), MIXED),
     TargetFault("FP8 in blocks of 64", "K423", size(O_PROJ, 64), MIXED),
     TargetFault("the algorithm in one file only", "K424", side_block(quant_algo="W4A16_NVFP4")),
@@ -341,6 +349,8 @@ FAULTS = (
     TargetFault("quantized_layers of the two files differ", "K424",
                 lambda config, tensors, side: side["quantization"]["quantized_layers"].popitem(), MIXED),
     TargetFault("FP8 attention excluded", "K431", excludes(lambda e: [*e, f"{LAYER}.self_attn*"]), MIXED),
+    TargetFault("an output matrix tied to the embedding, and not excluded", "K430",
+                both(drop("lm_head.weight"), without("lm_head"), tied)),
     TargetFault("an MTP layer not excluded", "K435", exclude_mtp_by(), mtp=True),
     TargetFault("an MTP layer excluded by its tensors' names", "K435",
                 exclude_mtp_by("eh_proj", "mlp*", "self_attn*", "shared_head.head"), mtp=True),

@@ -5,8 +5,10 @@ from fnmatch import fnmatchcase
 
 import pytest
 import torch
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from support.deepseek_v4 import write_deepseek_v4
 from support.heads import linear_modules
 from support.mtp_targets import write_with_mtp
 from support.quantized_targets import make_form, write_wide
@@ -28,6 +30,7 @@ from support.target_faults import (
     kv_scale,
     no_blocks,
     root_gone,
+    side_block,
     state,
     state_nvfp4,
     to_compressed_tensors,
@@ -37,11 +40,13 @@ from support.validated import validate
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.source import Folder
+from kconv.cli import main
 from kconv.quantize.calibration import data_free
 from kconv.quantize.plan import exclude_modules, plan_quantize
 from kconv.quantize.recipe import builtin_recipes, load_recipe
 from kconv.quantize.run import quantize
 from kconv.targets.config import parse_target_config
+from kconv.validate.files import is_target
 from kconv.validate.options import ValidateOptions
 from kconv.validate.rules.table import TARGET_RULES, all_rules
 from kconv.validate.rules.target import Excludes
@@ -107,6 +112,34 @@ def test_sglangs_loader_of_kimi_k3_reads_fp8_in_blocks(good, tmp_path):
     assert check(write_changed(good(MIXED), tmp_path / "target", rename)) == ()
 
 
+OF_V4 = "layers.1.ffn.experts.0.w1"
+
+
+def test_of_deepseek_v4_as_it_is_published_nothing_is_said(tmp_path):
+    folder = write_deepseek_v4(tmp_path / "target")
+    assert is_target(open_checkpoint(folder)) and check(folder) == ()
+    done = CliRunner().invoke(main, ["inspect", str(folder), "--json"])
+    assert json.loads(done.stdout)["kind"] == "target"
+
+
+@pytest.mark.parametrize(
+    ("rule", "change"),
+    [
+        ("K401", drop(f"{OF_V4}.input_scale")),
+        ("K403", edit(f"{OF_V4}.weight_scale", torch.Tensor.float)),
+        ("K404", edit(f"{OF_V4}.weight_scale", lambda t: t[:, ::2])),
+        ("K409", lambda config, tensors, side: tensors.update({f"{OF_V4}.weight_packed": torch.ones(1)})),
+        ("K423", block(moe_quant_algo=None)),
+        ("K423", block(group_size=32)),
+        ("K424", side_block(exclude_modules=["head"])),
+        ("K428", lambda config, tensors, side: config.update(num_hidden_layers=4)),
+    ],
+)
+def test_what_is_wrong_with_a_deepseek_v4_is_found(rule, change, tmp_path):
+    good = write_deepseek_v4(tmp_path / "good")
+    assert rule in {finding.rule for finding in check(write_changed(good, tmp_path / "target", change))}
+
+
 # FP8 that vLLM reads beside NVFP4: what is stored of a module, from its rows and columns.
 OTHER_FP8 = {
     "FP8": lambda rows, columns: {"weight_scale": torch.ones(()), "input_scale": torch.ones(())},
@@ -125,10 +158,8 @@ def test_of_fp8_by_another_algorithm_only_that_kconv_does_not_read_it_is_said(al
             state(module, algorithm)(config, tensors, side)
 
     found = check(write_changed(good(MIXED), tmp_path / "target", change), for_=("vllm-v1",))
-    assert [finding.rule for finding in found] == ["K423", "K423"]
-    for finding, file in zip(found, ("config.json", "hf_quant_config.json"), strict=True):
-        assert finding.where == f"{file}: quantized_layers"
-        assert f"has the quant_algo '{algorithm}', which kconv does not read" in finding.message
+    assert [(finding.rule, finding.severity) for finding in found] == [("K439", "warning")]
+    assert f"has the quant_algo '{algorithm}', of which kconv checks nothing; so have 2 more" in found[0].message
 
 
 def test_of_fp8_in_a_config_of_nvfp4_one_thing_is_said(good, tmp_path):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from ...checkpoint.bytes import read_floats, stream
-from ...checkpoint.formats import FP8_PB_WO, NVFP4, ONLY_QUANTIZED, fused_group, is_scale
+from ...checkpoint.formats import FP8_BLOCKS, FP8_PB_WO, NVFP4, ONLY_QUANTIZED, fused_group, is_scale
 from ...checkpoint.header import TensorInfo
 from ...rule import Found, Rule
 from .subject import ENGINES, concerned
@@ -17,7 +17,9 @@ AGAIN = "Quantize the target again."
 # Which vLLM and SGLang build without a place for a scale, of DeepSeek-V3.2's and GLM-5's indexer.
 INDEXER = ".indexer.weights_proj"
 # Modules that no engine reads packed, by the end of their names.
-NEVER = (".mlp.gate", "embed_tokens", ".eh_proj", "mtp.fc", INDEXER)
+# vLLM builds an indexer's wk as one with it, and reads of wk FP8 besides.
+# https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/deepseek_v2.py#L710-L719
+NEVER = (".mlp.gate", "embed_tokens", ".eh_proj", "mtp.fc", INDEXER, ".indexer.wk")
 # Whose loader of SGLang reads ModelOpt's FP8 in blocks:
 # https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/kimi_k3.py#L3189-L3191
 READS_BLOCKS = ("KimiK3ForConditionalGeneration", "KimiK3LinearForCausalLM")
@@ -93,7 +95,8 @@ def lm_head_quantized(subject: TargetSubject) -> Iterator[Found]:
 
 def other_format_left(subject: TargetSubject) -> Iterator[Found]:
     if subject.is_nvfp4:
-        foreign = tuple(f".{suffix}" for suffix in ONLY_QUANTIZED if suffix not in subject.format.tensors)
+        own = {*subject.format.tensors, *(FP8_BLOCKS.tensors if subject.is_hybrid else ())}
+        foreign = tuple(f".{suffix}" for suffix in ONLY_QUANTIZED if suffix not in own)
         left = [name for name in subject.tensors if name.endswith(foreign)]
         yield from _first(left, "belongs to another quantized format")
 
@@ -256,7 +259,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K407",
         "never-quantized",
         "error",
-        "A router, an embedding, an MTP projection or an indexer's weights_proj is quantized. Engines have no place for"
+        "A router, an embedding, an MTP projection or an indexer's wk or weights_proj is quantized. Engines have no place for"
         " its scales.",
         fix="Quantize the target again without them.",
         check=never_quantized,

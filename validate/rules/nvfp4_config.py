@@ -15,6 +15,8 @@ from ...targets.mtp import mtp_faults
 from .subject import concerned
 from .target import LAYER, OWN_LAYER, TargetSubject, bare, entries_of, to_object
 
+# What vLLM reads of ModelOpt's mixed form besides, and kconv does not check.
+UNCHECKED = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8")
 MODELOPT = "https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py"
 
 
@@ -37,9 +39,9 @@ def algorithm_unknown(subject: TargetSubject) -> Iterator[Found]:
         if not block or not subject.modelopt:
             continue
         algorithm, method = block.get("quant_algo"), block.get("quant_method", "modelopt")
-        if algorithm not in (*NVFP4.algorithms, NVFP4_MIXED.algorithm):
+        if algorithm not in (*NVFP4.algorithms, NVFP4_MIXED.algorithm) and not subject.is_hybrid:
             yield Found(f"{where}: quant_algo", f"is {algorithm!r}")
-        if where == "config.json" and not str(method).startswith(("modelopt", "nvfp4")):
+        if where == "config.json" and not str(method).startswith(("modelopt", "nvfp4")) and not subject.is_hybrid:
             yield Found(f"{where}: quant_method", f"is {method!r}")
         for size in _sizes(block):
             if size != NVFP4.group:
@@ -52,15 +54,29 @@ def _layers_unknown(where: str, block: Mapping[str, Any]) -> Iterator[Found]:
     """Yield what kconv does not read of the algorithms and the sizes that are stated for modules, each value once."""
     told: dict[str, list[str]] = {}
     for module, said in NVFP4_MIXED.unread(block).items():
-        what = "has no quant_algo" if said is None else f"has the quant_algo {said!r}, which kconv does not read"
-        told.setdefault(what, []).append(module)
+        if NVFP4_MIXED.meant(said) not in UNCHECKED:
+            what = "has no quant_algo" if said is None else f"has the quant_algo {said!r}, which kconv does not read"
+            told.setdefault(what, []).append(module)
     groups = dict.fromkeys(NVFP4.algorithms, NVFP4.group) | {FP8_PB_WO.name: FP8_PB_WO.width}
     for module, said in NVFP4_MIXED.stated(block).items():
         group, size = groups.get(NVFP4_MIXED.meant(said)), to_object(block[NVFP4_MIXED.key][module]).get("group_size")
         if group and size not in (None, group):
             told.setdefault(f"has the group_size {size!r}, but {said} has groups of {group}", []).append(module)
+    yield from _told(where, told)
+
+
+def _told(where: str, told: Mapping[str, list[str]]) -> Iterator[Found]:
     for what, modules in told.items():
         yield Found(where, f"{modules[0]} {what}" + (f"; so have {len(modules) - 1:,} more" if modules[1:] else ""))
+
+
+def layers_unchecked(subject: TargetSubject) -> Iterator[Found]:
+    told: dict[str, list[str]] = {}
+    if subject.format == NVFP4_MIXED:
+        for module, said in NVFP4_MIXED.unread(subject.block).items():
+            if NVFP4_MIXED.meant(said) in UNCHECKED:
+                told.setdefault(f"has the quant_algo {said!r}, of which kconv checks nothing", []).append(module)
+    yield from _told(f"config.json: {CONFIG_KEY}.{NVFP4_MIXED.key}", told)
 
 
 def _packed_unknown(block: Mapping[str, Any]) -> Iterator[Found]:
@@ -107,7 +123,8 @@ def side_file_differs(subject: TargetSubject) -> Iterator[Found]:
 
 
 def layers_misstated(subject: TargetSubject) -> Iterator[Found]:
-    if subject.format != NVFP4_MIXED:
+    # Of a hybrid engines look up no module: its routed experts are NVFP4, the rest is FP8.
+    if subject.format != NVFP4_MIXED or subject.is_hybrid:
         return
     stated, where = subject.layers, f"config.json: {CONFIG_KEY}.{NVFP4_MIXED.key}"
     unread = {bare(name) for name in NVFP4_MIXED.unread(subject.block)}
@@ -162,7 +179,8 @@ def mtp_missing(subject: TargetSubject) -> Iterator[Found]:
 
 
 def mtp_not_excluded(subject: TargetSubject) -> Iterator[Found]:
-    if not subject.packed or not subject.block:
+    # vLLM reads no entries of a hybrid, and builds its MTP as FP8.
+    if not subject.packed or not subject.block or subject.is_hybrid:
         return
     for root, packed in subject.mtp.items():
         # vLLM drops entries that start with "mtp." when it renames the target's modules, and looks for
@@ -202,7 +220,9 @@ IGNORE = "Write each module's full name, or each layer's part followed by *, e.g
 def unquantized_not_excluded(subject: TargetSubject) -> Iterator[Found]:
     if subject.packed and subject.block:
         for module in subject.plain:
-            if subject.covered[module] is None:
+            # Of the mixed form engines take a module that is not named for unquantized, but experts after those beside.
+            named = subject.format == NVFP4_MIXED and ".experts." not in module
+            if subject.covered[module] is None and not named:
                 yield Found(module, "is not quantized, but no entry of ignore covers it")
 
 
@@ -297,7 +317,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "algorithm-unknown",
         "error",
         "The weights are NVFP4, but the config names another method, algorithm, format or group size. Beside NVFP4,"
-        " kconv reads FP8_PB_WO of MIXED_PRECISION alone; engines read more.",
+        " kconv reads FP8_PB_WO of MIXED_PRECISION, and FP8 with moe_quant_algo NVFP4, as DeepSeek-V4 has it.",
         fix='Write quant_method "modelopt", quant_algo "NVFP4", "W4A16_NVFP4" or "MIXED_PRECISION", and groups of 16.'
         " kconv quantize writes each form's config.",
         seen_in=f"{MODELOPT}#L793-L824",
@@ -439,6 +459,15 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         " model.layers.1.mlp.experts. kconv quantize does.",
         seen_in=f"{MODELOPT}#L1717-L1794",
         check=layers_misstated,
+    ),
+    Rule(
+        "K439",
+        "layers-unchecked",
+        "warning",
+        "Beside NVFP4, quantized_layers names another FP8 than FP8_PB_WO. vLLM reads it; kconv checks nothing of it.",
+        fix="Try the target in the engine that is to serve it.",
+        seen_in=f"{MODELOPT}#L139-L152",
+        check=layers_unchecked,
     ),
     Rule(
         "K438",

@@ -173,6 +173,16 @@ class TargetSubject(Subject):
             return NVFP4_PACKED
         return NVFP4_MIXED if self.block.get("quant_algo") == NVFP4_MIXED.algorithm else NVFP4
 
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether it is FP8 but for its routed experts, as NVIDIA publishes DeepSeek-V4; engines read two keys of that.
+
+        https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/models/deepseek_v4/quant_config.py#L176-L197
+        https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/configs/model_config.py#L776-L789
+        """
+        method, experts = self.root_block.get("quant_method"), self.root_block.get("moe_quant_algo")
+        return method == "fp8" and NVFP4_MIXED.meant(experts) == NVFP4.name
+
     @cached_property
     def modules(self) -> Mapping[str, Mapping[str, TensorInfo]]:
         """Every module with an NVFP4 tensor: its tensors by suffix."""
@@ -208,7 +218,12 @@ class TargetSubject(Subject):
 
     @cached_property
     def fp8(self) -> Mapping[str, Mapping[str, TensorInfo]]:
-        """The FP8 modules beside NVFP4: their tensors by the suffixes of ModelOpt's FP8 in blocks."""
+        """The FP8 modules beside NVFP4: their tensors by the suffixes of ModelOpt's FP8 in blocks.
+
+        None of a hybrid: no entry names its FP8, which is the config's own method.
+        """
+        if self.is_hybrid:
+            return {}
         values = FP8_PB_WO.tensors[FP8_PB_WO.values].dtype
         bases = (name.removesuffix(f".{FP8_PB_WO.values}") for name, i in self.tensors.items() if i.dtype == values)
         return {
@@ -274,7 +289,15 @@ class TargetSubject(Subject):
                 and base not in self.packed
             ):
                 found.append(base)
+        # Engines build an output matrix of its own before they tie it to the embedding.
+        if self._is_tied and not any(name.rpartition(".")[0].endswith("lm_head") for name in self.tensors):
+            found.append("lm_head")
         return tuple(found)
+
+    @property
+    def _is_tied(self) -> bool:
+        key = "tie_word_embeddings"
+        return self.text.get(key, self.config.get(key)) is True
 
     @property
     def is_nvfp4(self) -> bool:
