@@ -34,8 +34,9 @@ WHOLE_MODEL = Kind(
     "target",
     "a whole model, not a draft head",
     "Pass it to kconv validate, or as --target.",
-    lambda config, names: not is_claimed(config, names) and (
-        any(name.startswith(TARGET_LAYERS) for name in names) or _of_deepseek_v4(names)
+    lambda config, names: (
+        not is_claimed(config, names)
+        and (any(name.startswith(TARGET_LAYERS) for name in names) or _of_deepseek_v4(names))
     ),
 )
 

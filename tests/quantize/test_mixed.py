@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from support.quantized_targets import make_form, write_wide
 from support.target_faults import MIXED
 from support.validated import validate
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.header import read_header
@@ -91,6 +91,26 @@ def test_the_tensors_and_the_config_are_modelopts_own(tmp_path):
     one, other = (config_of(tmp_path / who)["quantization_config"] for who in ("ours", "theirs"))
     assert (one.pop("ignore"), other.pop("ignore")) == (["lm_head"], [])
     assert one == other
+    findings = validate(Folder(tmp_path / "theirs")).findings
+    assert [(finding.rule, finding.severity) for finding in findings] == [("K414", "error")]
+
+
+def test_a_layers_routed_experts_are_named_as_modelopt_names_them(tmp_path):
+    dims = {"hidden_size": 256, "moe_intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen3MoeConfig(
+        **dims, num_hidden_layers=2, vocab_size=64, head_dim=128, num_experts=4, num_experts_per_tok=2
+    )
+    model = Qwen3MoeForCausalLM(config).bfloat16().eval()
+    model.save_pretrained(tmp_path / "source")
+    recipe = OF_LLAMA.replace("mlp.*_proj", "mlp.experts.*_proj")
+    quantize(plan_of(tmp_path / "source", recipe), tmp_path / "ours")
+    model.config.dtype, model.config.architectures = torch.bfloat16, ["Qwen3MoeForCausalLM"]
+    mtq.quantize(model, quant_cfg(parse_recipe(recipe)), lambda it: it(torch.arange(64)[None]))
+    export_hf_checkpoint(model, export_dir=tmp_path / "theirs")
+    one, other = (config_of(tmp_path / who, "hf_quant_config.json")["quantization"] for who in ("ours", "theirs"))
+    assert one["quantized_layers"] == other["quantized_layers"]
+    assert other["quantized_layers"]["model.layers.1.mlp.experts"] == {"quant_algo": "NVFP4", "group_size": 16}
+    assert tensors_of(tmp_path / "ours").keys() == tensors_of(tmp_path / "theirs").keys()
     findings = validate(Folder(tmp_path / "theirs")).findings
     assert [(finding.rule, finding.severity) for finding in findings] == [("K414", "error")]
 
