@@ -58,12 +58,9 @@ metadata: {version: 1.0}
 
 @pytest.fixture(scope="module")
 def pair(tiny_target, tmp_path_factory) -> dict[str, Path]:
-    """Return the folders of a dense target, all of whose linears vLLM serves in NVFP4 on a CPU, and of its NVFP4.
-
-    Its output matrix is its embedding, as in most small targets: of that no tensor tells vLLM that it is unquantized.
-    """
+    """Return the folders of a dense target, all of whose linears vLLM serves in NVFP4 on a CPU, and of its NVFP4."""
     root = tmp_path_factory.mktemp("pair")
-    source = write_target(root / "source", "llama", tiny_target, tie_word_embeddings=True)
+    source = write_target(root / "source", "llama", tiny_target)
     words = ["quantize", source, root / "nvfp4", "--recipe", "nvfp4", "--input-scale", "data-free"]
     done = CliRunner().invoke(main, [str(word) for word in words])
     assert done.exit_code == 0, done.output

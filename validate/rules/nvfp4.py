@@ -259,8 +259,8 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K407",
         "never-quantized",
         "error",
-        "A router, an embedding, an MTP projection or an indexer's wk or weights_proj is quantized. Engines have no place"
-        " for its scales.",
+        "A router, an embedding, an MTP projection or an indexer's wk or weights_proj is quantized. Engines have no"
+        " place for its scales.",
         fix="Quantize the target again without them.",
         check=never_quantized,
     ),
