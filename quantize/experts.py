@@ -32,9 +32,10 @@ def layer_bytes(stored: Mapping[str, StoredWeight], config: TargetConfig, dtype:
     experts: dict[int, dict[str, int]] = {}
     for name, weight in stored.items():
         parts = name.removeprefix(config.prefix).split(".")
-        if parts[:2] != ["model", "layers"]:
+        # Layers beyond the target's depth are MTP's, which are not run.
+        if parts[:2] != ["model", "layers"] or (layer := int(parts[2])) >= config.layers:
             continue
-        layer, size = int(parts[2]), math.prod(weight.shape) * dtype.itemsize
+        size = math.prod(weight.shape) * dtype.itemsize
         whole[layer] = whole.get(layer, 0) + size
         if "experts" in parts:
             own = experts.setdefault(layer, {})

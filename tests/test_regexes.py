@@ -299,5 +299,6 @@ def test_a_secret_is_looked_for_in_linear_time(pattern):
 
 @pytest.mark.parametrize("pattern", [r"!\[[^\]]*\]\(", r"key *=? *x", r"(a|aa)+b"])
 def test_a_pattern_that_is_slow_would_be_found(pattern):
-    found, _ = slowest(lambda text: deque(re.finditer(pattern, text), 0), re.compile(pattern))
-    assert found > LINEAR
+    # A busy machine may make a short run look as long as a longer one, so what is not found is looked for again.
+    found = (slowest(lambda text: deque(re.finditer(pattern, text), 0), re.compile(pattern))[0] for _ in range(3))
+    assert any(one > LINEAR for one in found)

@@ -159,6 +159,8 @@ def test_what_a_layer_of_kimi_k2_holds():
         for e in range(384)
         for part, shape in expert.items()
     } | {"model.layers.1.self_attn.o_proj.weight": Shape(7168, 8192), "lm_head.weight": Shape(163840, 7168)}
+    # A layer of MTP is larger than any, and not run.
+    names |= {f"model.layers.{KIMI['num_hidden_layers']}.eh_proj.weight": Shape(7168, 10**7)}
     whole, one = layer_bytes(names, parse_target_config(KIMI), torch.bfloat16)
     assert (round(whole / 1e9, 1), round(one / 1e9, 1)) == (33.9, 0.2)
 

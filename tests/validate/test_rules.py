@@ -37,6 +37,14 @@ def of(report: Report, rule: str) -> list[Finding]:
     return [finding for finding in report.findings if finding.rule == rule]
 
 
+def test_a_name_that_one_engine_does_not_read_concerns_that_engine_alone(tmp_path):
+    [fault] = [one for one in FAULTS if one.name == "a second layer's norm under vLLM's name, for TensorRT-LLM"]
+    report = check(fault.write(tmp_path / "head"), (VLLM_V1, VLLM_V2, TRTLLM), headers_only=True)
+    assert [finding.engines for finding in of(report, "K131")] == [("trtllm",)]
+    told = {verdict.engine: verdict.errors for verdict in report.verdicts}
+    assert told["vLLM"] == 0 < told["TensorRT-LLM"]
+
+
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_corruption_is_found_by_the_rule_it_was_made_for(fault: Fault, tmp_path: Path):
     folder = fault.write(tmp_path / "head")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -19,6 +19,7 @@ from ...drafters.base import Drafter
 from ...drafters.captured import EAGLE
 from ...drafters.registry import drafters
 from ...drafters.slots import needs
+from ...engines.base import Engine
 from ...engines.common import listed_ids as listed_ids
 from ...engines.layout import Layout, Stored
 from ...engines.registry import engines, layouts, own_layouts, runners_of
@@ -189,8 +190,9 @@ def engines_of(layout: Layout | None) -> tuple[str, ...]:
     return WRITTEN_FOR.get(layout.name) or tuple(name for one in of_family for name in one.runner_names)
 
 
-def engine_layouts(asked: Iterable[str], drafter: Drafter) -> dict[str, Layout]:
-    """Return these engines' tables for a family by engine, vLLM's two runners as one."""
-    known = {ENGINE_OF[engine]: engine for engine in sorted(asked)}
-    found = {one.name: own_layouts(one) for one in engines() if one.name in known}
-    return {known[name]: x for name, layouts in found.items() for x in layouts if x.drafter is drafter}
+def engine_layouts(asked: Iterable[str], drafter: Drafter) -> Iterator[tuple[Engine, Layout]]:
+    """Yield the engines of these runners, each with its table for a family."""
+    named = {ENGINE_OF[runner] for runner in asked}
+    for engine in engines():
+        if engine.name in named:
+            yield from ((engine, layout) for layout in own_layouts(engine) if layout.drafter is drafter)

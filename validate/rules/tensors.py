@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from ...drafters.contract import PREFIX, compare
+from ...engines.base import Engine
 from ...engines.layout import Stored
 from ...errors import KconvError, Problem, TensorMissing, TensorUnknown
 from ...rule import EVERY_FAMILY, Found, Rule
@@ -29,11 +30,11 @@ def prefix_model(subject: HeadSubject) -> Iterator[Found]:
 
 def _read_by(
     subject: HeadSubject, engines: Iterable[str], kind: type[KconvError]
-) -> Iterator[tuple[str, Mapping[str, Stored], Problem]]:
+) -> Iterator[tuple[Engine, Mapping[str, Stored], Problem]]:
     """Yield what an engine would miss, or not know, in a head that is complete in its own layout."""
     if subject.spec is None or subject.layout is None or subject.reading.misfits:
         return
-    for engine, layout in engine_layouts(subject.engines.intersection(engines), subject.layout.drafter).items():
+    for engine, layout in engine_layouts(subject.engines.intersection(engines), subject.layout.drafter):
         if subject.layout.name in (layout.name, "portable"):
             continue
         rows = subject.rows_in(layout)
@@ -50,14 +51,14 @@ def name_not_read(subject: HeadSubject) -> Iterator[Found]:
     for engine, rows, problem in _read_by(subject, ENGINES, TensorMissing):
         stored_as = sorted({subject.slots[slot] for slot in rows[problem.where].slots if slot in subject.slots})
         if stored_as:
-            yield Found(
-                problem.where, f"{engine} looks for {problem.where}; the weight is stored as {', '.join(stored_as)}"
-            )
+            what = f"{engine.title} looks for {problem.where}; the weight is stored as {', '.join(stored_as)}"
+            yield Found(problem.where, what, engines=engine.runner_names)
 
 
 def name_refused(subject: HeadSubject) -> Iterator[Found]:
     for engine, _, problem in _read_by(subject, concerned("K132"), TensorUnknown):
-        yield Found(problem.where, f"{engine} has no parameter for {problem.where}, and refuses to load the head")
+        what = f"{engine.title} has no parameter for {problem.where}, and refuses to load the head"
+        yield Found(problem.where, what, engines=engine.runner_names)
 
 
 RULES: tuple[Rule[HeadSubject], ...] = (

@@ -207,10 +207,10 @@ def _replaced(subject: HeadSubject) -> dict[str, str]:
     if subject.spec is None or subject.layout is None:
         return {}
     named: dict[str, list[str]] = {}
-    for engine, layout in engine_layouts(subject.engines, subject.layout.drafter).items():
+    for engine, layout in engine_layouts(subject.engines, subject.layout.drafter):
         for slot in layout.replaces.keys() & subject.slots.keys():
             if needs(subject.spec)[slot].slot.absent_when(subject.spec):
-                named.setdefault(slot, []).append(engine)
+                named.setdefault(slot, []).append(engine.title)
     return {slot: " and ".join(names) for slot, names in named.items()}
 
 
