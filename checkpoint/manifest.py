@@ -245,7 +245,12 @@ class Manifest(StrictModel):
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write kconv.json into a folder."""
-    (folder / MANIFEST).write_text(manifest.model_dump_json(indent=1, by_alias=True) + "\n", encoding="utf-8")
+    (folder / MANIFEST).write_bytes(dump_manifest(manifest))
+
+
+def dump_manifest(manifest: Manifest) -> bytes:
+    """Return the bytes of a manifest's file."""
+    return f"{manifest.model_dump_json(indent=1, by_alias=True)}\n".encode()
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -20,13 +20,13 @@ from pathlib import Path
 
 from ...bench.acceptance import ACCEPTANCE, AcceptanceFile, read_acceptance
 from ...checkpoint.folder import open_checkpoint
-from ...checkpoint.manifest import MANIFEST, Manifest, verify
+from ...checkpoint.manifest import MANIFEST, Manifest, dump_manifest, verify
 from ...checkpoint.schema import MAX_JSON, read_bounded
 from ...checkpoint.source import Source
 from ...checkpoint.staging import make_private, staged
 from ...errors import KconvError, NotACheckpoint, PublishRefused, Where
 from ...validate.claims import check_claims
-from ...validate.report import REPORT, Report, read_report, report_file
+from ...validate.report import REPORT, Report, called, read_report, report_file
 from ..card import gather_files, make_card, write
 from ..evidence import HeadIdentity, identify
 from ..facts import Facts
@@ -321,6 +321,9 @@ def uploads(candidate: Candidate, card: str) -> tuple[Upload, ...]:
     made = []
     for name, file in candidate.files.items():
         data = card.encode() if name == CARD else candidate.held(name)
+        if name == MANIFEST and (source := called(candidate.manifest.source)) != candidate.manifest.source:
+            # The path of the source on this machine is nobody's business.
+            data = dump_manifest(candidate.manifest.model_copy(update={"source": source}))
         if data is not None:
             made.append(Upload(name, data, len(data), hashlib.sha256(data).hexdigest()))
         else:

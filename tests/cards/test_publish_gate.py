@@ -30,6 +30,7 @@ from kconv.cards.publish.gate import CHECKS, MANIFEST_HOLDS, Allowance, judge, r
 from kconv.cards.publish.options import PublishOptions
 from kconv.cards.publish.release import open_candidate, write_release
 from kconv.cards.publish.run import approve, prepare
+from kconv.checkpoint.manifest import read_manifest, write_manifest
 from kconv.engines import by_name
 from kconv.engines.registry import writable
 from kconv.errors import KconvError, NotACheckpoint, PublishRefused, RecipeInvalid, RequestInvalid
@@ -192,6 +193,17 @@ def test_everything_that_is_published_has_its_files_hash(folder):
         assert file.blob_id == hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
     names = {file.name for file in prepare(candidate(folder)).files}
     assert names == {path.name for path in folder.iterdir()}
+
+
+def test_a_manifest_is_published_without_the_path_of_its_source(folder, tmp_path):
+    manifest = read_manifest(folder)
+    here = tmp_path / manifest.source
+    write_manifest(folder, manifest.model_copy(update={"source": str(here)}))
+    [sent] = [file for file in prepare(candidate(folder)).files if file.name == "kconv.json"]
+    told, stated = json.loads(sent.content), json.loads((folder / "kconv.json").read_bytes())
+    assert (told["source"], stated["source"]) == (here.name, str(here))
+    assert told | {"source": ""} == stated | {"source": ""}
+    assert (sent.size, sent.sha256) == (len(sent.content), hashlib.sha256(sent.content).hexdigest())
 
 
 def test_what_is_wrong_with_a_floor_is_said_with_its_key(folder):
