@@ -301,11 +301,11 @@ def _write(report: Report, out: Path) -> None:
 
     from ..checkpoint.schema import MAX_JSON, read_bounded
     from ..checkpoint.staging import refuse_existing, staged, write_new
-    from ..validate.markdown import illustrate, write_report
+    from ..validate.markdown import write_report
 
     with TemporaryDirectory() if out.exists() else staged(out) as made:
         folder = Path(made)
-        write_report(report, folder, more=illustrate(report, folder))
+        write_report(report, folder)
         files = sorted(folder.iterdir()) if out.exists() else []
         for file in files:
             refuse_existing(out / file.name)

@@ -14,7 +14,7 @@ from ..escape import terminal
 from ..lines import counted
 from ..measure.figures import AcceptanceFigures
 from .numbers import EXACT, details, is_exact, plain, summary, verdict_line, verdict_words
-from .report import SEVERITIES, STOPS, UNREAD, Finding, Report, Verdict
+from .report import SEVERITIES, UNREAD, Finding, Report, Verdict
 
 TEMPLATE = "report.html.jinja"
 # Of a chart, in its own units; the page scales it.
@@ -52,7 +52,6 @@ def to_html(report: Report) -> str:
         verdicts=[(one, verdict_words(one)) for one in judged],
         matrix=list(_matrix(report, judged)),
         findings=[(severity, [f for f in report.findings if f.severity == severity]) for severity in SEVERITIES],
-        stops=STOPS,
         titles=lambda finding: [one.engine for one in judged if finding.engines and finding.concerns(one.runners)],
         numbers=list(summary(figures)),
         details=list(details(figures)),

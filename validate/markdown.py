@@ -9,13 +9,12 @@ from ..errors import OutputFailed
 from ..escape import code, markdown
 from .html import to_html
 from .numbers import Numbers, details, figures_in, plain, summary, verdict_line, verdict_words
-from .plots import draw_plots
 from .report import REPORT, Finding, Report, portable
 
 MARKDOWN, HTML = "report.md", "report.html"
 
 
-def write_report(report: Report, folder: Path, *, more: Sequence[str] = ()) -> None:
+def write_report(report: Report, folder: Path) -> None:
     """Write report.json, report.md and report.html into a folder, creating it if needed.
 
     They name no folder of this machine, since they are published with the head.
@@ -23,7 +22,6 @@ def write_report(report: Report, folder: Path, *, more: Sequence[str] = ()) -> N
     Args:
         report: the findings and figures.
         folder: the folder.
-        more: lines to add to report.md, e.g. its plots.
 
     Raises:
         OutputFailed: the folder cannot be created or written to.
@@ -32,7 +30,7 @@ def write_report(report: Report, folder: Path, *, more: Sequence[str] = ()) -> N
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / REPORT).write_text(report.to_json(), encoding="utf-8")
-        (folder / MARKDOWN).write_text(to_markdown(report, more=more), encoding="utf-8")
+        (folder / MARKDOWN).write_text(to_markdown(report), encoding="utf-8")
         (folder / HTML).write_text(to_html(report), encoding="utf-8")
     except OSError as fault:
         raise OutputFailed(
@@ -40,7 +38,7 @@ def write_report(report: Report, folder: Path, *, more: Sequence[str] = ()) -> N
         ) from fault
 
 
-def to_markdown(report: Report, *, more: Sequence[str] = ()) -> str:
+def to_markdown(report: Report) -> str:
     """Return report.md's text."""
     figures = report.figures
     lines = [f"# Validation of {markdown(report.subject)}", "", verdict_line(report), ""]
@@ -60,9 +58,9 @@ def to_markdown(report: Report, *, more: Sequence[str] = ()) -> str:
     if figures.identical is not None:
         said = "identical to the source's" if figures.identical else "**not** identical to the source's"
         lines += ["## Weights", "", f"The weights are {said}.", ""]
-    for part in summary(figures):
+    for part in (*summary(figures), *details(figures)):
         lines += _lines(part)
-    lines += [*more, *([""] if more else []), "## Made with", ""]
+    lines += ["## Made with", ""]
     lines += [f"- {markdown(name)}: {markdown(plain(value))}" for name, value in report.provenance.items()]
     lines += [f"- sha256 of {markdown(name)}: {code(digest)}" for name, digest in report.weights.items()]
     return "\n".join(lines) + "\n"
@@ -88,14 +86,3 @@ def _rows(report: Report) -> Iterable[Sequence[object]]:
         return finding.severity, finding.rule, where, finding.message, finding.fix, finding.seen_in
 
     return map(row, report.findings)
-
-
-def illustrate(report: Report, folder: Path) -> list[str]:
-    """Return the lines that report.md has in addition to its summary, and draw its plots into a folder.
-
-    Raises:
-        OutputFailed: the folder cannot be written to.
-    """
-    lines = [line for part in details(report.figures) for line in _lines(part)]
-    lines += draw_plots(report, folder)
-    return lines[:-1] if lines and not lines[-1] else lines

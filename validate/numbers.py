@@ -54,7 +54,14 @@ def figures_in(rows: Sequence[Sequence[object]]) -> list[bool]:
 
 
 def summary(figures: Figures) -> Iterator[Numbers]:
-    """Yield the figures that a reader looks for first: acceptance, and parity with the source."""
+    """Yield the figures that a reader looks for first: acceptance, parity with the source, what quantization costs."""
+    if figures.noise or figures.perplexity:
+        rows = _quantization(figures.noise, figures.perplexity)
+        yield Numbers("Quantization", "", ("what", "figure"), rows)
+    if figures.accuracy:
+        heads = ("task", "few-shot", "metric", "questions", "accuracy", "the source's", "difference")
+        note = f"By {figures.accuracy[0].harness}, which kconv does not run. Standard errors as if of other questions."
+        yield Numbers("Accuracy", note, heads, [accuracy(row) for row in figures.accuracy])
     if figures.acceptance:
         heads = ("drafter", "text", "K", "acceptance length", "standard error", "positions")
         yield Numbers("Acceptance", "The bonus token is included.", heads, list(map(_acceptance, figures.acceptance)))
@@ -67,7 +74,13 @@ def summary(figures: Figures) -> Iterator[Numbers]:
 
 
 def details(figures: Figures) -> Iterator[Numbers]:
-    """Yield the other figures: by category, by step, by part, in an engine, of a quantized target."""
+    """Yield the other figures: by drafted token, category and part, in an engine."""
+    if figures.acceptance:
+        steps = max(row.steps for row in figures.acceptance)
+        heads = ("drafter", "text", *(f"token {at}" for at in range(1, steps + 1)))
+        rows = [(r.drafter, r.text, *(f"{rate:.1%}" for rate in r.rates), *[""] * (steps - len(r.rates)))
+                for r in figures.acceptance]  # fmt: skip
+        yield Numbers("Accepted up to each drafted token", "", heads, rows)
     if figures.acceptance_by_category:
         heads = ("category", "text", "drafter", "sequences", "acceptance length", "standard error")
         rows = [
@@ -79,13 +92,6 @@ def details(figures: Figures) -> Iterator[Numbers]:
         yield from _differences(figures)
     if figures.engine:
         yield _engine(figures.engine)
-    if figures.noise or figures.perplexity:
-        rows = _quantization(figures.noise, figures.perplexity)
-        yield Numbers("Quantization", "", ("what", "figure"), rows)
-    if figures.accuracy:
-        heads = ("task", "few-shot", "metric", "questions", "accuracy", "the source's", "difference")
-        note = f"By {figures.accuracy[0].harness}, which kconv does not run. Standard errors as if of other questions."
-        yield Numbers("Accuracy", note, heads, [accuracy(row) for row in figures.accuracy])
 
 
 def accuracy(row: AccuracyFigures) -> tuple[str, ...]:

@@ -105,9 +105,9 @@ def test_what_was_not_read_is_not_said_to_have_passed():
     assert unread["RoPE"] == ["not checked"] * 3 and unread["Captured layers"][0] == "1 error"
 
 
-def test_errors_are_open_and_the_rest_is_folded():
+def test_errors_and_warnings_are_open_and_notes_are_folded():
     folded = [attrs for tag, attrs in Page(to_html(judged())).elements if tag == "details"]
-    assert ["open" in attrs for attrs in folded] == [True, False, False]
+    assert ["open" in attrs for attrs in folded] == [True, True, False]
 
 
 def test_what_a_stranger_wrote_stays_text():
@@ -191,7 +191,8 @@ CONTRAST = """() => {
 def test_in_a_real_browser_it_is_readable_and_its_findings_open(tmp_path: Path, scheme, width):
     from playwright.sync_api import sync_playwright
 
-    findings = (*FINDINGS, finding("K302", "warning", where="model.layers.0.self_attn.q_a_layernorm.weight" * 3))
+    long = {"where": "model.layers.0.self_attn.q_a_layernorm.weight" * 3, "seen_in": f"https://there/{'a' * 200}"}
+    findings = (*FINDINGS, finding("K302", "warning", **long))
     about = ASKED | {"prompts": {"file": "/a/long/path/" * 9, "sha256": "0" * 64}}
     made = report().model_copy(update={"findings": findings, "weights": WEIGHTS, "provenance": about})
     (tmp_path / "report.html").write_text(to_html(made), encoding="utf-8")
@@ -209,7 +210,7 @@ def test_in_a_real_browser_it_is_readable_and_its_findings_open(tmp_path: Path, 
         }[scheme]  # fmt: skip
         assert page.evaluate(CONTRAST) >= 4.5
         assert page.locator(".verdicts li").first.bounding_box()["y"] < 400
-        folded = page.locator("details").nth(1)
+        folded = page.locator("details").nth(3)
         hidden = folded.locator("p").first
         assert not hidden.is_visible()
         folded.locator("summary").click()
