@@ -67,17 +67,22 @@ class Terminal(Context):
             echo(text, err=True, wraps=True)
 
     @contextmanager
+    def _showing(self) -> Iterator[Console]:
+        """Give the console of a bar or spinner, above which lines are printed until it ends."""
+        outer, self._shown = self._shown, make_console(stderr=True)
+        try:
+            yield self._shown
+        finally:
+            self._shown = outer
+
+    @contextmanager
     def status(self, title: str) -> Iterator[Callable[[str], None]]:
         """Show a spinner with a message."""
         from rich.markup import escape
 
         self._begin()
-        outer, self._shown = self._shown, make_console(stderr=True)
-        try:
-            with self._shown.status(title) as shown:
-                yield lambda text: shown.update(escape(f"{title}: {text}"))
-        finally:
-            self._shown = outer
+        with self._showing() as console, console.status(title) as shown:
+            yield lambda text: shown.update(escape(f"{title}: {text}"))
 
     @contextmanager
     def bytes(self, title: str, total: int) -> Iterator[Callable[[int], None]]:
@@ -96,7 +101,7 @@ class Terminal(Context):
         )
 
         columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=make_console(stderr=True), transient=True) as bar:
+        with self._showing() as console, Progress(*columns, console=console, transient=True) as bar:
             task = bar.add_task(title, total=total)
             yield lambda count: bar.update(task, advance=count)
 
@@ -117,8 +122,6 @@ class Terminal(Context):
         )
 
         columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
-        bars = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=make_console(stderr=True))
-        before = make_console(stderr=True).status(f"{title}: preparing")
         task = None
 
         def advance(done: int, total: int, loss: float) -> None:
@@ -129,12 +132,15 @@ class Terminal(Context):
                 bars.start()
             bars.update(task, completed=done, total=total, note=f"loss {loss:.3f}")
 
-        before.start()
-        try:
-            yield advance
-        finally:
-            before.stop()
-            bars.stop()
+        with self._showing() as console:
+            bars = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
+            before = console.status(f"{title}: preparing")
+            before.start()
+            try:
+                yield advance
+            finally:
+                before.stop()
+                bars.stop()
 
 
 class _Steps:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ..lines import Facts, Line, Part, Result, Styled, Table, Words
-from .terminal import echo, make_console
+from .terminal import echo, make_console, margin
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,9 +47,11 @@ def show_lines(lines: Iterable[Part], *, folds: bool = False) -> None:
         elif isinstance(row, Line) and row.err:
             echo(row.words, err=True, wraps=row.wraps)
         elif isinstance(row, Line):
-            console().print(_text(row.words, console().encoding), soft_wrap=not row.wraps)
+            text = _text(row.words, console().encoding)
+            for line in _folded(text, console()) if row.wraps and console().is_terminal else (text,):
+                console().print(line, soft_wrap=not row.wraps)
         else:
-            console().print(_grid(row) if isinstance(row, Facts) else _table(row, folds=folds))
+            console().print(_grid(row) if isinstance(row, Facts) else _table(row, console().width, folds=folds))
 
 
 def print_json(value: Any) -> None:
@@ -68,6 +70,15 @@ def _text(words: Words, encoding: str = "utf-8") -> Text:
     return found
 
 
+def _folded(text: Text, console: Console) -> Iterator[Text]:
+    """Yield a text's lines, folded between words, with what continues one indented as its beginning."""
+    for line in text.split("\n", allow_blank=True):
+        indent = margin(line.plain)
+        head, rest = line[:indent], line[indent:]
+        for number, part in enumerate(rest.wrap(console, max(console.width - indent, 1))):
+            yield part if not indent else (head + part if not number else part.__class__(" " * indent) + part)
+
+
 def _grid(row: Facts) -> RichTable:
     from rich.table import Column, Table
 
@@ -77,15 +88,21 @@ def _grid(row: Facts) -> RichTable:
     return grid
 
 
-def _table(row: Table, *, folds: bool) -> RichTable:
+def _table(row: Table, width: int, *, folds: bool) -> RichTable:
     """Return a table; where pipes do not fold it, a narrow terminal folds names but never cuts them."""
     from rich.markup import escape
     from rich.table import Table
 
     table = Table(title=escape(row.title) or None, show_header=bool(row.columns), box=None, header_style="bold")
+    # What a row is of stays whole if there is room; what is said of it folds.
+    longest = max((len(_text(cells[0]).plain) for cells in row.rows if cells), default=0)
     for place, name in enumerate(row.columns or ("", "")):
-        justify = "right" if row.right and place else "left"
-        table.add_column(escape(name), justify=justify, overflow="ellipsis" if folds else "fold")
+        table.add_column(
+            escape(name),
+            justify="right" if row.right and place else "left",
+            overflow="ellipsis" if folds else "fold",
+            min_width=None if place else min(longest, width // 2),
+        )
     for cells in row.rows:
         table.add_row(*map(_text, cells))
     return table

@@ -35,20 +35,27 @@ def echo(text: object = "", *, err: bool = False, nl: bool = True, wraps: bool =
 
 
 def folded(text: str, columns: int, behind: int = 0) -> str:
-    """Fold a text's lines between words; a longer word, such as a path, stays whole."""
+    """Fold a text's lines between words; a longer word, such as a path, stays whole, and behind its label if alone."""
     lines = []
     for number, line in enumerate(text.split("\n")):
-        margin = MARGIN.match(line)
+        indent = margin(line)
+        alone = " " not in line[indent:]
         start = " " * (0 if number else behind)
         wrapper = TextWrapper(
             columns,
             initial_indent=start,
-            subsequent_indent=" " * (margin.end() if margin else 0),
+            subsequent_indent=" " * indent,
             break_long_words=False,
             break_on_hyphens=False,
         )
-        lines.append("\n".join(wrapper.wrap(line))[len(start) :] if len(start + line) > columns else line)
+        lines.append("\n".join(wrapper.wrap(line))[len(start) :] if len(start + line) > columns and not alone else line)
     return "\n".join(lines)
+
+
+def margin(line: str) -> int:
+    """Return by how many columns the continuation of a folded line is indented."""
+    found = MARGIN.match(line)
+    return found.end() if found else 0
 
 
 def make_console(**how: Any) -> Console:

@@ -69,8 +69,13 @@ class Converted(Result):
 
 
 def changes(manifest: Manifest) -> Iterator[str]:
-    """Yield a line for each tensor that was computed, and for each that was dropped."""
-    yield from (f"{step.output.name} {step.action}: {step.reason}" for step in manifest.tensors if step.reason)
+    """Yield a line for each way in which tensors were computed, and for each tensor that was dropped."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for step in manifest.tensors:
+        if step.reason:
+            alike.setdefault((step.action, step.reason), []).append(step.output.name)
+    for (action, reason), (first, *more) in alike.items():
+        yield f"{first}{f' and {len(more)} more' * bool(more)} {action}: {reason}"
     yield from (f"{record.name} dropped: {record.reason}" for record in manifest.dropped)
 
 

@@ -6,7 +6,9 @@ import pty
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -227,6 +229,17 @@ def test_severities_have_colors_and_the_verdict_of_each_engine_stands_last(tmp_p
     lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in plain.splitlines()]
     assert lines[-1] == "FAIL vLLM (1) · PASS SGLang · PASS TensorRT-LLM"
     assert "note K144" in plain and "-v shows" not in plain and not [line for line in lines if len(line) > 60]
+    # What continues a fix stands below its beginning.
+    fixes = [(line, after) for line, after in pairwise(lines) if line.startswith("  fix: ")]
+    more = [after for _, after in fixes if not after.startswith(("error", "warning", "note", "checked"))]
+    assert more and all(re.match(r" {7}\S", line) for line in more)
+
+
+def test_a_link_stands_behind_its_label_and_is_never_folded(tmp_path):
+    spec = replace(MLA, dtype="F32")
+    head = write_head(tmp_path / "head", TRTLLM, spec, random_slots(spec))
+    code, shown = on_terminal("to-trtllm", str(head), str(tmp_path / "out"), NO_COLOR="1", COLUMNS="50")
+    assert code == 1 and re.search(r"^  see:   https://\S{60,}\s*$", shown, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("package", "extra"), [("transformers", "optimize"), ("matplotlib", "plots")])

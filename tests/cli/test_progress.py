@@ -79,6 +79,18 @@ def test_a_line_stands_above_the_spinner(screen):
     assert re.search(r"passed \[P101\]\s*\n", screen.getvalue())
 
 
+def test_a_line_stands_above_a_bar_and_not_in_it(screen, capsys):
+    context = Terminal()
+    with context.bytes("quantizing", 10) as advance:
+        advance(4)
+        context.log("writing the index")
+    assert "writing the index" in screen.getvalue() and capsys.readouterr().err == ""
+    with context.steps("training") as step:
+        step(1, 2, 5.0)
+        context.log("a checkpoint")
+    assert "a checkpoint" in screen.getvalue() and capsys.readouterr().err == ""
+
+
 def test_a_log_has_a_line_for_the_last_step(capsys):
     with Terminal().steps("training") as advance:
         advance(1, 2, 5.0)
