@@ -54,11 +54,14 @@ def demo(out: Path, real: bool, as_json: bool) -> None:
     from ..operations.base import extras
 
     refuse_existing(out)
-    with extras():
-        from transformers.utils import logging
+    from .progress import Terminal
 
-        from ..pipeline.demo import run_demo
-        from ..tiny.recipe import cache_root
+    with extras():
+        with Terminal().waiting("demo: loading"):
+            from transformers.utils import logging
+
+            from ..pipeline.demo import run_demo
+            from ..tiny.recipe import cache_root
 
         logging.disable_progress_bar()  # it would mix with the demo's own bars
         with _bars() as stage:
@@ -175,16 +178,18 @@ def run(
       kconv run examples/tiny-release.yaml --without publish
       kconv run release.yaml --dry-run
     """
-    from ..pipeline.prepare import Selection, prepare
-    from ..pipeline.preview import check_disk, preview_release
-    from ..pipeline.recipe import read_release
-    from ..pipeline.run import run_release
     from .progress import Terminal
 
-    release, text = read_release(recipe)
-    root = out or Path(release.name)
-    prepared = prepare(release, text, root, Selection(first, only, without), recipe)
-    planned = preview_release(prepared)
+    with Terminal().waiting("run: looking at each step"):
+        from ..pipeline.prepare import Selection, prepare
+        from ..pipeline.preview import check_disk, preview_release
+        from ..pipeline.recipe import read_release
+        from ..pipeline.run import run_release
+
+        release, text = read_release(recipe)
+        root = out or Path(release.name)
+        prepared = prepare(release, text, root, Selection(first, only, without), recipe)
+        planned = preview_release(prepared)
     if dry_run:
         _show_preview(planned, root, as_json=as_json)
         return

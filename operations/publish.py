@@ -56,7 +56,7 @@ class PublishResult(Result):
         for finding, allowance in self.release.passed:
             yield f"allowed {finding.rule} {finding.where}: {finding.message} ({allowance.why})"
         if made is None:
-            yield "every release check passed; the Hub was not asked, and nothing was changed"
+            yield f"{len(self.release.checks)} release checks passed; the Hub was not asked, and nothing was changed"
             return
         files = [
             (one.name, f"{one.size:,}", made.files[one.name][:16], "new" if one.name in made.uploaded else "unchanged")
@@ -202,7 +202,7 @@ def repository_in(recipe: str) -> str:
 
 
 def _passed(release: ApprovedRelease, asks: bool) -> Iterator[str]:
-    """Yield the release checks that passed, how many they are, and whether this asks the Hub next."""
+    """Yield the release checks that passed, and how many they are if this asks the Hub next."""
     from ..cards.publish.gate import Check
 
     # A release check's sentence says what holds, a license check's what would be wrong.
@@ -210,7 +210,8 @@ def _passed(release: ApprovedRelease, asks: bool) -> Iterator[str]:
     yield from (f"passed {check.id}: {check.sentence}" for check in release.checks if isinstance(check, Check))
     if licenses:
         yield f"passed {', '.join(licenses)}: licenses and origins"
-    yield f"{len(release.checks)} release checks passed{', now asking the Hub' * asks}"
+    if asks:
+        yield f"{len(release.checks)} release checks passed, now asking the Hub"
 
 
 def _write(made: Published, out: Path) -> None:

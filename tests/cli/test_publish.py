@@ -64,8 +64,8 @@ def test_a_dry_run_says_what_passed_before_it_asks_a_hub_that_does_not_answer(hu
 
 def test_offline_ends_after_the_release_checks(hub, folder):
     ran = kconv(folder, REPO, "--dry-run", "--offline")
-    assert ran.exit_code == 0 and "every release check passed; the Hub was not asked" in ran.stdout
-    assert " release checks passed" in ran.stderr and hub.served == []
+    assert ran.exit_code == 0 and " release checks passed; the Hub was not asked" in ran.stdout
+    assert "passed P101" in ran.stderr and hub.served == []
     told = json.loads(kconv(folder, REPO, "--offline", "--json").stdout)
     assert told["dry_run"] and {"P101", "P115", "L1", "L10"} <= set(told["passed"]) and hub.served == []
     (folder / "README.md").unlink()
