@@ -88,6 +88,17 @@ def diff(
     a: _Path,
     b: _Path,
     *,
+    from_: str | None = None,
+    captured: Sequence[int] | str | None = None,
+    captured_are: Literal["outputs", "inputs"] | None = None,
+    rope_theta: float | None = None,
+    layers: int | None = None,
+    max_positions: int | None = None,
+    target: _Path | None = None,
+    target_layers: int | None = None,
+    mask_token: int | None = None,
+    sample_from_anchor: bool | None = None,
+    norm_before_residual: bool | None = None,
     headers_only: bool = False,
 ) -> Diffed:
     """Show what differs between two drafters, A and B, of any family and in any two layouts.
@@ -97,9 +108,22 @@ def diff(
     are shown, but do not count. Engines whose verdicts on A and B differ are shown with the rules. Exit code 0: the
     same drafter; 1: they differ.
 
+    Options state a fact for whichever of the two leaves it open: what files say, no option changes.
+
     Args:
         a: A drafter: a folder or a Hub id.
         b: The one to compare it with.
+        from_: Layout of HEAD; detected by default.
+        captured: The captured (auxiliary hidden-state) layers, as 0-based outputs, e.g. 1,29,57.
+        captured_are: Whether the config lists outputs or inputs.
+        rope_theta: RoPE base, if the config omits it.
+        layers: Decoder layers of the head, if the config states the target's.
+        max_positions: Longest context that you will serve.
+        target: The target; its depth decides the default captured layers.
+        target_layers: The target's depth, instead of --target.
+        mask_token: mask_token_id, if the config omits it.
+        sample_from_anchor: sample_from_anchor, if the config omits it.
+        norm_before_residual: norm_before_residual, if the config omits it.
         headers_only: Compare no bytes; read and download no weights.
     """
 

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 from ..errors import KconvError, LayoutCannot, StepFailed
 from ..lines import Line, Part, Result, Styled, Table, filename
 from ..options import Name, argument, option
-from .base import Context, Operation
+from .base import Context
+from .reading import Reading
 
 if TYPE_CHECKING:
     from ..checkpoint.header import TensorInfo
+    from ..checkpoint.manifest import Hints
     from ..convert.read import HeadReading
     from ..validate.report import Report
 
@@ -243,18 +245,21 @@ class Diffed(Result):
         return Line((Styled("DIFFERENT", "bold red"), f" {names}: {said}{unread}"))
 
 
-class Diff(Operation):
+class Diff(Reading):
     """Show what differs between two drafters, A and B, of any family and in any two layouts.
 
     The config is compared by meaning and key by key, tensors by slot: dtype, shape and bytes. If one of them cannot
     be read, or their families differ, keys and tensors are compared by name. Keys that two layouts spell differently
     are shown, but do not count. Engines whose verdicts on A and B differ are shown with the rules. Exit code 0: the
     same drafter; 1: they differ.
+
+    Options state a fact for whichever of the two leaves it open: what files say, no option changes.
     """
 
     EXAMPLES = (
         "kconv diff my-head-vllm my-head",
         "kconv diff org/head@v1 org/head@v2 --headers-only",
+        "kconv diff my-head-vllm org/silent-head --target org/target",
     )
 
     a: Name = argument("A drafter: a folder or a Hub id.", kind="checkpoint")
@@ -268,7 +273,7 @@ class Diff(Operation):
             NotACheckpoint, ConfigInvalid, CorruptHeader, CorruptIndex: one of them cannot be parsed, or is no drafter.
             LayoutCannot: one of them stores several slots in a tensor that cannot be taken apart, the other does not.
         """
-        a, b = self._open(context, self.a), self._open(context, self.b)
+        a, b = self._side(context, self.a), self._side(context, self.b)
         one, other = a.reading.head, b.reading.head
         by_slot = one is not None and other is not None and one.drafter is other.drafter
         same_layout = a.reading.layout is b.reading.layout
@@ -293,7 +298,7 @@ class Diff(Operation):
         """Return the error of two drafters that differ, if another step depends on it."""
         return StepFailed(f"{self.a} and {self.b} differ", fix="Do what made B again, or remove the step.")
 
-    def _open(self, context: Context, name: str) -> Drafted:
+    def _side(self, context: Context, name: str) -> Drafted:
         from ..convert.read import read
         from ..validate.head import validate_head
         from ..validate.options import ValidateOptions
@@ -303,11 +308,26 @@ class Diff(Operation):
         reading = read(headers, values=False)
         if reading.kind is not None and not reading.kind.is_head:
             reading.sound_head()  # raises the error, with the folder's name
+        layout, hints = reading.layout or self.layout(), self._about(reading, context)
         # A checkpoint on the Hub is downloaded once its headers are known to be a drafter's.
-        if reading.checkpoint.headers_only and not self.headers_only:
-            reading = read(source.open_weights(), values=False)
-        options = ValidateOptions(for_=("all",), headers_only=True)
-        return Drafted(name, reading, validate_head(source, headers, options, say=lambda _: None))
+        downloads = reading.checkpoint.headers_only and not self.headers_only
+        reading = read(source.open_weights() if downloads else headers, layout=layout, hints=hints, values=False)
+        report = validate_head(
+            source, headers, ValidateOptions(for_=("all",), headers_only=True), layout=layout, hints=hints,
+            target=context.maybe(self.target), say=lambda _: None,
+        )  # fmt: skip
+        return Drafted(name, reading, report)
+
+    def _about(self, reading: HeadReading, context: Context) -> Hints:
+        """Return the options about what a drafter's files leave open."""
+        from ..checkpoint.manifest import Hints
+
+        facts = reading.layout.drafter.facts if reading.layout else {}
+        silent = {facts[one.fact].hint for one in reading.undecided}
+        silent |= {"captured_are", "target_layers"} if "captured" in silent else set()
+        silent |= {"max_positions"} if reading.config.get("max_position_embeddings") is None else set()
+        given = self.hints(self.target_config(context)).model_dump(exclude_none=True)
+        return Hints.model_validate({name: value for name, value in given.items() if name in silent})
 
 
 def _specs(a: Drafted, b: Drafted, *, same_layout: bool) -> Iterator[DifferingValue]:

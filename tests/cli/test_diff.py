@@ -186,6 +186,28 @@ def test_what_one_leaves_open_is_no_value(head, tmp_path):
     assert found(silent, changed(silent, keys(), "copy"))["equal"]
 
 
+def test_an_option_states_what_one_leaves_open_and_nothing_that_the_other_says(head, tmp_path):
+    published = EAGLE3["SafeAILab, Llama-3.1"].write(tmp_path / "published")
+    silent = changed(published, keys(rope_theta=10000.0), "silent")
+    states = changed(
+        silent, keys(eagle_aux_hidden_state_layer_ids=[2, 4, 6], aux_hidden_state_layer_ids_are="layer_inputs")
+    )
+    result = found(silent, states, "--captured", "1,3,5")
+    assert result["values"] == [] and result["a"]["undecided"] == []
+    [value] = found(silent, states, "--captured", "1,3,4")["values"]
+    assert (value["name"], value["a"], value["b"]) == ("captured", [1, 3, 4], [1, 3, 5])
+    [value] = found(silent, states, "--target-layers", "32")["values"]
+    assert value["a"] == [1, 15, 28]
+    # A RoPE base that both state is theirs, and a number of positions too.
+    result = found(silent, states, "--captured", "1,3,5", "--rope-theta", "7", "--max-positions", "9")
+    assert result["values"] == [] and not result["a"]["problems"] and not result["b"]["problems"]
+
+
+def test_a_layout_that_no_mark_shows_is_named(head):
+    unknown = changed(head, lambda config, _: config.pop("eagle_aux_hidden_state_layer_ids"), "unknown")
+    assert found(head, unknown, "--from", "vllm", "--captured", "1,3,5")["compared_by"] == "slot"
+
+
 def test_quantized_layers_are_compared_with_their_scales(head):
     quantized = changed(head, fp8(f"{P}mlp.up_proj"), "fp8")
     assert found(quantized, changed(quantized, keys(), "copy"))["equal"]
