@@ -36,10 +36,19 @@ def is_partial(folder: Path) -> bool:
 
 
 def refuse_existing(out: Path, *, fix: str = "Choose another name, or delete it if you no longer need it.") -> None:
-    """Raise OutputExists if anything exists at `out`; `fix` says what to do."""
+    """Refuse an output that exists, or that cannot be written, before anything slow.
+
+    Raises:
+        OutputExists: something exists at `out`; `fix` says what to do.
+        OutputFailed: the folder in which it would be is none, or is not writable.
+    """
     if os.path.lexists(out):
         _clear_finished(out)
         raise OutputExists(f"{out} already exists", fix=fix)
+    place = next(place for place in out.absolute().parents if os.path.lexists(place))
+    wrong = errno.ENOTDIR if not place.is_dir() else 0 if os.access(place, os.W_OK | os.X_OK) else errno.EACCES
+    if wrong:
+        raise _failed(out, OSError(wrong, os.strerror(wrong), str(place)))
 
 
 def _clear_finished(out: Path) -> None:

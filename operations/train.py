@@ -166,6 +166,8 @@ class Train(Operation, TrainOptions):
             TrainingFailed: a loss is NaN or infinite, or the training library failed.
             KconvError: the target, the recipe, the data or the states cannot be read.
         """
+        from ..train.recipe import check_keys
+
         check_trusted(context, self.trust_remote_code, self.target)
         # Looked for here, as what knows their names loads torch.
         if os.path.lexists(self.out) and any(Path(self.out).parent.glob(".*.training")):
@@ -173,7 +175,7 @@ class Train(Operation, TrainOptions):
 
             clear_finished(Path(self.out))
         refuse_existing_output(self.out)
-        self.precheck(context)
+        check_keys(self._values(context))
         for name in (self.data, self.held_out):
             check_data(context, name)
         _processes()
@@ -201,17 +203,31 @@ class Train(Operation, TrainOptions):
         return Trained(self.out, manifest.layout, manifest.training or {}, coverage, line)
 
     def precheck(self, context: Context) -> None:
-        """Raise RecipeInvalid for a missing recipe, or an unknown key."""
-        from ..train.recipe import check_keys, read_recipe_file
+        """Refuse a recipe that cannot be; also for its target, unless an earlier step of a release has yet to make it.
 
-        check_keys(read_recipe_file(str(context.path(self.recipe))) | self.set)
+        Raises:
+            RecipeInvalid: there is no such recipe, or it has a wrong key or value.
+            KconvError: the target or the head to continue from is there, and cannot be read.
+        """
+        from ..checkpoint.source import Folder
+        from ..train.recipe import check_keys
+
+        check_keys(self._values(context))
+        named = [context.source(name) for name in (self.target, self.init_from) if name]
+        if all(not isinstance(one, Folder) or one.path.exists() for one in named):
+            self._check_recipe(context)
+
+    def _values(self, context: Context) -> Mapping[str, Any]:
+        from ..train.recipe import read_recipe_file
+
+        return read_recipe_file(str(context.path(self.recipe))) | self.set
 
     def _check_recipe(self, context: Context) -> None:
         """Refuse a recipe or a head to continue from that does not fit the target, before anything slow is loaded."""
-        from ..train.recipe import complete, read_recipe_file
+        from ..train.recipe import complete
 
         config = check_target(context, self.target, tokenizer=self.data is not None)
-        values = read_recipe_file(str(context.path(self.recipe))) | self.set
+        values = self._values(context)
         if config:
             complete(values, config, ANY_ROWS, self._continued(context) if self.init_from else None)
 
@@ -237,9 +253,9 @@ class Train(Operation, TrainOptions):
         from ..targets.config import read_target_config
         from ..train.job import check_processes
         from ..train.plan import plan_training
-        from ..train.recipe import check_keys, complete, read_recipe_file
+        from ..train.recipe import check_keys, complete
 
-        values = read_recipe_file(str(context.path(self.recipe))) | self.set
+        values = self._values(context)
         check_keys(values)
         config = read_target_config(context.source(self.target).fetch_config())
         rows, tokens = text(config, values)
@@ -254,12 +270,11 @@ class Train(Operation, TrainOptions):
         from ..targets.states import open_states
         from ..train.data import place_rows
         from ..train.drafter_recipe import DrafterRecipe
-        from ..train.recipe import read_recipe_file
 
         of_node = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
         if of_node >= processes:
             return ()
-        values = read_recipe_file(str(context.path(self.recipe))) | self.set
+        values = self._values(context)
         stored, seq = open_states(context.path(self.states or "")), values.get("seq", DrafterRecipe.seq)
         pack = values.get("pack", DrafterRecipe.pack)
         placed = [
@@ -307,9 +322,9 @@ class Train(Operation, TrainOptions):
         from ..checkpoint.manifest import Hints
         from ..convert.opening import open_head
         from ..train.job import prepare_job
-        from ..train.recipe import check_keys, read_recipe_file
+        from ..train.recipe import check_keys
 
-        values = read_recipe_file(str(context.path(self.recipe))) | self.set
+        values = self._values(context)
         # Checked before a head is downloaded for it.
         check_keys(values)
         target = context.source(self.target)

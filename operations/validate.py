@@ -250,7 +250,7 @@ class Validate(Reading, ValidateOptions):
             pass
 
     def _refuse_reports(self) -> None:
-        """Refuse a folder that already holds a report, before an hour of measuring is lost to it."""
+        """Refuse a folder that holds a report or cannot be written, before an hour of measuring is lost to it."""
         if not self.out:
             return
         from ..checkpoint.staging import refuse_existing

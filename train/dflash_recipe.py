@@ -106,14 +106,18 @@ class BlockRecipe(DrafterRecipe):
         return ["layers"] if stated.get("layers", spec.layers) != spec.layers else []
 
     @classmethod
-    def of_target(cls, target: TargetConfig, stated: Mapping[str, Any], where: Where) -> dict[str, Any]:
+    def contradictions(cls, stated: Mapping[str, Any]) -> Iterator[Unfit]:
         layers = stated.get("layers", LAYERS)
         if not isinstance(layers, int) or layers < 1 or ("captured" in stated and "layers" in stated):
-            raise RecipeInvalid(
+            yield Unfit(
+                "layers",
                 f"layers is {layers!r}" + (", and captured is stated too" if "captured" in stated else ""),
-                where=where(("layers",)),
-                fix="Set layers to the number of the drafter's layers, or captured to as many layers of the target.",
+                "Set layers to the number of the drafter's layers, or captured to as many layers of the target.",
             )
+
+    @classmethod
+    def of_target(cls, target: TargetConfig, stated: Mapping[str, Any], where: Where) -> dict[str, Any]:
+        layers = stated.get("layers", LAYERS)
         captured = guessed(target.layers, layers)
         if "captured" not in stated and list(captured) != sorted(set(captured)):
             raise RecipeInvalid(

@@ -157,6 +157,11 @@ class DrafterRecipe(ABC):
         yield from self.unfit(target.layers, target.vocab)
 
     @classmethod
+    def contradictions(cls, stated: Mapping[str, Any]) -> Iterator[Unfit]:
+        """Yield the keys that contradict others, whatever the target is."""
+        yield from ()
+
+    @classmethod
     @abstractmethod
     def of_head(cls, spec: Any) -> dict[str, Any]:
         """Return the keys that a head to continue from decides.

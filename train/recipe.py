@@ -378,7 +378,10 @@ def keys_of(kind: type[DrafterRecipe]) -> tuple[str, ...]:
 
 
 def check_keys(values: Mapping[str, Any]) -> None:
-    """Raise RecipeInvalid for unknown keys and for values of a wrong type; this needs only the values."""
+    """Raise RecipeInvalid for unknown keys, values of a wrong type and keys that contradict each other.
+
+    This needs only the values.
+    """
     kind = recipe_type(values)
     keys = keys_of(kind)
     unknown = [str(key) for key in values if key not in keys]
@@ -399,6 +402,7 @@ def check_keys(values: Mapping[str, Any]) -> None:
             where=_where(values)(("passes",)),
             fix="Set passes to the number of passes through the data: 1 or more.",
         )
+    check_fit(kind.contradictions(values), _where(values))
     try:
         own = {key: value for key, value in values.items() if key not in (*kind.SHORT, "passes")}
         _adapter(kind).validate_python(own)

@@ -67,6 +67,20 @@ def test_a_fault_inside_leaves_nothing(tmp_path, fault):
     assert names(tmp_path) == []
 
 
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_slow(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputFailed, match="Not a directory") as caught:
+        refuse_existing(tmp_path / "file" / "new" / "out")
+    assert caught.value.where == str(tmp_path / "file")
+    refuse_existing(tmp_path / "new" / "out")
+    assert names(tmp_path) == ["file"]
+    # Root may write anywhere.
+    monkeypatch.setattr("os.access", lambda place, how: str(place) != str(tmp_path))
+    with pytest.raises(OutputFailed, match="Permission denied") as caught:
+        refuse_existing(tmp_path / "new" / "out")
+    assert caught.value.where == str(tmp_path) and "writable" in caught.value.fix
+
+
 FULL = {errno.ENOSPC: "Free some space", errno.EDQUOT: "Free some space", errno.EIO: "writable"}
 
 

@@ -210,8 +210,9 @@ def test_a_report_that_is_there_is_not_written_over(good, tmp_path, name):
     assert (out / name).read_text() == "mine"
 
 
-def test_a_report_that_cannot_be_written_is_a_named_fault(good, tmp_path):
+def test_a_report_that_cannot_be_written_is_refused_before_anything_is_read(good, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
+    monkeypatch.delattr("kconv.validate.files.open_subject")
     shown = kconv("validate", good, "--out", tmp_path / "file" / "report")
     assert shown.exit_code == 1 and "could not be written" in shown.stderr
 

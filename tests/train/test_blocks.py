@@ -40,7 +40,7 @@ from kconv.train.dflash_recipe import BlockRecipe, DFlashRecipe, DSparkRecipe
 from kconv.train.loop import EpochOrder
 from kconv.train.module import export_module, offline_inputs
 from kconv.train.options import TrainOptions
-from kconv.train.recipe import complete, parse_recipe
+from kconv.train.recipe import check_keys, complete, parse_recipe
 from kconv.train.run import train
 
 MASK, THETA = 511, 50000.0
@@ -338,6 +338,11 @@ def test_a_recipe_that_cannot_be_is_refused(tiny_target, drafter, changes, said)
     values = {key: value for key, value in (STATED | {"drafter": drafter} | changes).items() if value is not ...}
     with pytest.raises(RecipeInvalid, match=said):
         complete(values, read_target_config(tiny_target), 100)
+
+
+def test_keys_that_contradict_each_other_are_refused_without_a_target():
+    with pytest.raises(RecipeInvalid, match="captured is stated too"):
+        check_keys({"drafter": "dflash", "layers": 2, "captured": [1, 5]})
 
 
 def test_what_a_recipe_leaves_out_is_the_targets(tmp_path, tiny_target):
