@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, BeforeValidator, Field, PlainValidator
@@ -47,7 +47,8 @@ def _path(value: Any) -> Any:
     raise ValueError("it is neither a path nor a name")
 
 
-Name = Annotated[str, PlainValidator(_path)]
+_NAME = PlainValidator(_path)
+Name = Annotated[str, _NAME]
 
 
 def option(default: Any = ..., help: str = "", *, kind: Kind | None = None, metavar: str = "",
@@ -67,6 +68,17 @@ def marks(info: FieldInfo) -> Marks:
     extra = info.json_schema_extra
     found = extra.get("marks") if isinstance(extra, Mapping) else None
     return found if isinstance(found, Marks) else Marks()
+
+
+def is_path(info: FieldInfo) -> bool:
+    """Return whether a field names paths, or what a path may stand for."""
+    inner: list[Any] = [info.annotation, *info.metadata]
+    while inner:
+        one = inner.pop()
+        if one is _NAME:
+            return True
+        inner += [*get_args(one), *getattr(one, "__metadata__", ())]
+    return False
 
 
 def plain_name(name: str) -> str:

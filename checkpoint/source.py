@@ -20,7 +20,7 @@ HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<rev
 # URLs that people paste: a repository's page, its files at a revision, or one file; and hf://.
 HUB_URL = re.compile(
     r"(?:(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/|hf://)(?:models/)?(?P<repo>[^/?#@]+/[^/?#@]+)"
-    r"(?:@(?P<at>[^/?#]+)|/(?:tree|blob|resolve|raw|commit)/(?P<revision>refs/(?:pr|convert)/[^/?#]+|[^/?#]+))?(?:[/?#].*)?",
+    r"(?:@(?P<at>refs/(?:pr|convert)/[^/?#]+|[^/?#]+)|/(?:tree|blob|resolve|raw|commit)/(?P<revision>refs/(?:pr|convert)/[^/?#]+|[^/?#]+))?(?:[/?#].*)?",
     re.ASCII,
 )
 

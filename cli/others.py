@@ -171,7 +171,8 @@ def run(
     """Run the steps of RELEASE.yaml: train, quantize, convert, validate, bench, card, publish, or any other operation.
 
     A step is skipped if its inputs and options have not changed. A failed step stops the run, and the next run resumes
-    there. The release's folder holds the recipe, run.json (the current state) and run.jsonl (the history).
+    there. The recipe's paths start at its folder. The release's folder holds the recipe, run.json (the current state)
+    and run.jsonl (the history).
 
     \b
     Example:

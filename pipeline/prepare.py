@@ -14,7 +14,7 @@ from typing import Any
 
 from ..checkpoint.folder import Checkpoint, open_checkpoint
 from ..checkpoint.schema import line_of
-from ..checkpoint.source import HUB_ID, Folder, Source
+from ..checkpoint.source import Folder, Source
 from ..errors import KconvError, RecipeInvalid, ReleaseStateInvalid
 from ..installed import sources_digest
 from ..operations.base import Context, ReleaseFacts
@@ -151,13 +151,14 @@ def prepare(release: Release, text: str, root: Path, selection: Selection, file:
         for one in inputs:
             if one.made is not None or Path(one.value).exists() or one.field == "recipe":
                 continue
-            if HUB_ID.fullmatch(one.value) and one.id_too:
+            if one.named:
                 if one.kind == "checkpoint":
                     context.source(one.value)
                 continue
-            meant = f"Did you mean ${one.value}, the step?" if one.value in release.steps else "Correct the name."
-            here = f"Paths in a recipe start where kconv runs, here {Path.cwd()}."
-            own.append((name, one.field, f"{one.value} does not exist", f"{meant} {here}"))
+            stated = Path(one.value).name
+            meant = f"Did you mean ${stated}, the step?" if stated in release.steps else "Correct the name."
+            here = f"Paths in a recipe start at its folder, {file.parent.absolute()}." if file else ""
+            own.append((name, one.field, f"{one.value} does not exist", f"{meant} {here}".strip()))
         if not any(one.made for one in inputs if one.field == "recipe"):
             try:
                 with step.request.spelled(in_recipe):
@@ -307,7 +308,7 @@ def _outside(one: Input, context: StepContext, state: State) -> str:
         if one.kind != "checkpoint":
             return f"named {one.value}"
         # Opening a missing folder reports the error.
-        return context.source(one.value).name if HUB_ID.fullmatch(one.value) else "absent"
+        return context.source(one.value).name if one.named else "absent"
     at = Path(os.path.realpath(one.value))
     if at.is_dir():
         known = {k.removeprefix(f"{at}/"): m for k, m in state.seen.items() if k.startswith(f"{at}/")}

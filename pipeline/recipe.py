@@ -1,17 +1,19 @@
 """A release as a recipe: a list of operations that can name each other's outputs.
 
 A step's input is a path, a hub id org/name[@revision], or `$step`, the output of an earlier step; `$step/file` is a
-part of that output. Paths are relative to the folder in which the command runs.
+part of that output. Paths are relative to the recipe's folder, as in a compose file.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Self
+from urllib.parse import quote
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -27,10 +29,11 @@ from ..checkpoint.schema import (
     parse_yaml,
     read_text,
 )
+from ..checkpoint.source import HUB_ID, hub_id_of
 from ..errors import RecipeInvalid
 from ..operations import OPERATIONS, load
 from ..operations.base import Operation
-from ..options import Kind, in_recipe, plain_name, spell
+from ..options import Kind, Marks, in_recipe, is_path, marks, plain_name, spell
 from ..strict import StrictModel
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,39}")
@@ -46,31 +49,37 @@ class Input:
 
     Attributes:
         kind: what the field of its request names.
-        id_too: whether a Hub id may stand for it.
+        named: whether the value may be something else than a path: a Hub id, or a name of kconv's own.
         made: the earlier step whose output it is, and the "/path" inside; None for what no step makes.
     """
 
     field: str
     value: str
     kind: Kind | None
-    id_too: bool
+    named: bool
     made: tuple[str, str] | None
 
 
 @dataclass(frozen=True)
 class Step:
-    """An operation in a recipe: its name there, and its request; the run sets the request's output."""
+    """An operation in a recipe.
+
+    Attributes:
+        do: its name there.
+        request: its request; the run sets the request's output.
+        written: the paths that the request has from another folder, by field, as the recipe has them.
+    """
 
     do: str
     request: Operation
+    written: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def inputs(self) -> Iterator[Input]:
-        for field, marks in type(self.request).inputs():
-            value = getattr(self.request, field)
-            id_too = marks.kind == "checkpoint" or "ID" in marks.metavar
+        for name, found in type(self.request).inputs():
+            value = getattr(self.request, name)
             for one in value if isinstance(value, tuple) else (value,):
-                if one is not None and one not in marks.words:
-                    yield Input(field, one, marks.kind, id_too, reference(one))
+                if one is not None and one not in found.words:
+                    yield Input(name, one, found.kind, _is_name(one, found), reference(one))
 
     def needed(self) -> list[str]:
         """Return the steps whose outputs it reads."""
@@ -85,7 +94,53 @@ class Step:
     def plain(self) -> dict[str, Any]:
         """Return the recipe's statements about the step, including defaults, as plain values."""
         output = type(self.request).output()
-        return {"do": self.do} | {name: value for name, value in self.request if name != output}
+        return {"do": self.do} | {name: self.written.get(name, own) for name, own in self.request if name != output}
+
+    def beside(self, folder: Path) -> Step:
+        """Return the step with its relative paths from a folder."""
+        cls = type(self.request)
+        names = [name for name, info in cls.model_fields.items() if is_path(info) and name != cls.output()]
+        stated = {name: value for name in names if (value := getattr(self.request, name)) is not None}
+        found: dict[str, Any] = {}
+        for name, value in stated.items():
+            about = marks(cls.model_fields[name])
+            found[name] = (
+                tuple(_locate(one, about, folder) for one in value)
+                if isinstance(value, tuple)
+                else _locate(value, about, folder)
+            )
+        moved = {name: value for name, value in found.items() if value != stated[name]}
+        written = {name: stated[name] for name in moved}
+        return replace(self, request=self.request.model_copy(update=moved), written=written) if moved else self
+
+
+def _locate(value: str, about: Marks, folder: Path) -> str:
+    """Return a path from a folder; what is none stays as it is."""
+    if value in about.words or reference(value):
+        return value
+    at = folder / value
+    if os.path.lexists(at):
+        return str(at)
+    if not _is_name(value, about):
+        # Its folder and its name could be a Hub id.
+        return os.path.join(os.curdir, at)  # noqa: PTH118
+    # To the command a path that exists wins, but this one is not the recipe's.
+    repo, _, revision = hub_id_of(value).partition("@")
+    taken = about.kind == "checkpoint" and os.path.lexists(value)
+    return f"hf://{repo}{'@' * bool(revision)}{quote(revision, safe='')}" if taken else value
+
+
+def _is_name(value: str, about: Marks) -> bool:
+    """Return whether a value that is no path may be something else: a Hub id, a suite's name, or a recipe's."""
+    if about.kind == "checkpoint":
+        return HUB_ID.fullmatch(hub_id_of(value)) is not None
+    is_file = value.endswith((".json", ".jsonl", ".yaml", ".yml"))
+    forms = about.metavar.split("|")
+    return not is_file and (
+        ("ID" in forms and HUB_ID.fullmatch(value) is not None)
+        or ("SUITE@COMMIT" in forms and "@" in value)
+        or ("NAME" in forms and not about.words and os.sep not in value)
+    )
 
 
 def kinds() -> tuple[str, ...]:
@@ -195,7 +250,7 @@ def reference(value: str) -> tuple[str, str] | None:
 
 
 def read_release(file: Path) -> tuple[Release, str]:
-    """Read a recipe; return it and its text.
+    """Read a recipe, whose paths start at its folder; return it and its text.
 
     Raises:
         RecipeInvalid: it cannot be read, or has an unknown key or an invalid value.
@@ -204,11 +259,13 @@ def read_release(file: Path) -> tuple[Release, str]:
     fix = f"Pass a YAML file.{f' Did you mean {beside}?' if beside else ''}"
     missing = RecipeInvalid(f"there is no file {file}", where=file, fix=fix)
     text = read_text(file, RecipeInvalid, limit=MAX_YAML, fix=fix, missing=missing)
-    return parse_release(text, where=file), text
+    release = parse_release(text, where=file)
+    steps = {name: step.beside(file.parent) for name, step in release.steps.items()}
+    return release.model_copy(update={"steps": steps}), text
 
 
 def parse_release(text: str, *, where: object = "") -> Release:
-    """Read a recipe's text; see `read_release`."""
+    """Read a recipe's text, with its paths as they stand there; see `read_release`."""
     values = parse_yaml(
         text, RecipeInvalid, where=where, what="recipe", fix="Correct that line; check the indentation."
     )

@@ -278,7 +278,7 @@ MISTAKES: list[tuple[str, str, int, tuple[str, ...]]] = [
     ("a key twice", "run twice.yaml --dry-run", 1, ("twice.yaml:4", "the key v occurs twice")),
     ("no steps", "run no-steps.yaml --dry-run", 1, ("no-steps.yaml", "the key steps is missing")),
     ("a head that is not there", "run no-head.yaml --dry-run", 1,
-     ("no-head.yaml:", "haed does not exist", "start where kconv runs")),
+     ("no-head.yaml:", "haed does not exist", "start at its folder")),
     ("a misspelt part of the floor", "run floor.yaml --dry-run", 1, ("floor.yaml", "draft_token")),
     ("a step without do", "run do.yaml --dry-run", 1, ("do.yaml", "do")),
     ("a misspelt option", "run option.yaml --dry-run", 1, ("option.yaml", "hed")),

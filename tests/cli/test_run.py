@@ -78,6 +78,29 @@ def test_another_folder_and_left_out_steps(recipe, hub):
     assert ran.exit_code == 0 and Path("elsewhere/report/report.json").exists() and hub.served == []
 
 
+def test_a_recipes_paths_start_at_its_folder_wherever_it_is_run(recipe, hub, monkeypatch):
+    finish(recipe)
+    values = yaml.safe_load(recipe.read_text())
+    values["steps"] |= {
+        "vllm": {"do": "convert", "head": "../source", "to": "vllm"},
+        "report": {"do": "validate", "head": "$vllm", "source": "../source"},
+    }
+    values["steps"]["card"] |= {"source": "../source", "acceptance": ["../acceptance.json"]}
+    (own := recipe.parent / "recipes").mkdir()
+    (own / "release.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    ran = kconv("recipes/release.yaml")
+    assert ran.exit_code == 0, ran.stderr
+    # What a step was told does not depend on where that was.
+    monkeypatch.chdir(own)
+    again = kconv("release.yaml", "--out", "../a-release")
+    assert again.exit_code == 0 and "6 unchanged" in again.stdout, again.stdout
+    (own / "release.yaml").write_text(yaml.safe_dump(values, sort_keys=False).replace("../source", "source"))
+    monkeypatch.chdir(recipe.parent)
+    ran = kconv("recipes/release.yaml", "--dry-run")
+    assert ran.exit_code == 1 and "recipes/source does not exist" in ran.stderr
+    assert f"Paths in a recipe start at its folder, {own}." in ran.stderr
+
+
 def test_a_recipe_that_is_not_there_is_named(tmp_path):
     ran = CliRunner().invoke(main, ["run", str(tmp_path / "nowhere.yaml")])
     assert ran.exit_code == 1 and f"there is no file {tmp_path / 'nowhere.yaml'}" in ran.stderr

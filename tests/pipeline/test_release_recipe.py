@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import yaml
 
+from kconv.checkpoint.source import hub_id_of
 from kconv.errors import RecipeInvalid
 from kconv.pipeline.prepare import Selection, prepare
-from kconv.pipeline.recipe import parse_release
+from kconv.pipeline.recipe import parse_release, read_release
 
 BAD = {
     "a key that does not exist": {"steps": {"a": {"do": "convert", "head": "x", "to": "vllm", "speed": 1}}},
@@ -167,6 +170,75 @@ def test_files_and_names_are_looked_for_before_anything_is_computed(tmp_path):
     assert "no-head" in fault.value.what and "no-prompts.jsonl" in fault.value.what and "line" in fault.value.where
     with pytest.raises(RecipeInvalid, match=r"vllm\.head: .*no-head does not exist"):
         prepare(release, text, tmp_path / "out", Selection(only="vllm"))
+
+
+@pytest.mark.parametrize("target", ["$tiny/target", "TARGET"])
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"layers": 2, "captured": [1, 5]}, "captured is stated too"),
+        # Of a target that is there, all of a recipe is checked.
+        ({"layers": 2, "block": 1}, "drafts no token"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_found_before_anything_is_computed(
+    tiny_target, tmp_path, target, keys, said
+):
+    steps = {
+        "tiny": {"do": "tiny", "size": "test"},
+        "drafter": {
+            "do": "train", "target": target.replace("TARGET", str(tiny_target)), "data": "$tiny/train.jsonl",
+            "recipe": "dflash", "set": {"mask": 511, **keys},
+        },
+    }  # fmt: skip
+    text = yaml.safe_dump({"name": "x", "steps": steps}, sort_keys=False)
+    if target.startswith("$") and "block" in keys:
+        prepare(parse_release(text), text, tmp_path, Selection())
+    else:
+        with pytest.raises(RecipeInvalid, match=rf"drafter\.recipe: .*{said}.*"):
+            prepare(parse_release(text), text, tmp_path, Selection())
+
+
+def test_what_is_no_path_is_the_same_wherever_a_recipe_is(tmp_path, monkeypatch):
+    steps = {
+        "tiny": {"do": "tiny", "size": "test"},
+        "head": {
+            "do": "train", "target": "org/target", "data": "org/data", "recipe": "eagle3-mla",
+            "init_from": "/abs/head",
+        },
+        "vllm": {"do": "convert", "head": "$head", "to": "vllm", "target": "https://huggingface.co/org/target"},
+        "report": {"do": "validate", "head": "$vllm", "target": "org/here", "prompts": f"mt-bench@{'a' * 40}"},
+        "bench": {
+            "do": "bench", "head": "$vllm", "target": "org/target", "suite": "mt-bench", "engine": "vllm",
+            "engine_python": "env/bin/python",
+        },
+        "own": {"do": "states", "target": "org/target@refs/pr/1", "data": "texts.jsonl"},
+        "nvfp4": {"do": "quantize", "target": "$tiny", "recipe": "own.yaml", "input_scale": "data-free"},
+    }  # fmt: skip
+    (tmp_path / "recipes" / "org" / "here").mkdir(parents=True)
+    (tmp_path / "org" / "target").mkdir(parents=True)
+    (tmp_path / "org" / "target@refs" / "pr" / "1").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    file = Path("recipes/release.yaml")
+    file.write_text(yaml.safe_dump({"name": "x", "steps": steps}, sort_keys=False))
+    release, _ = read_release(file)
+    found = {name: step.request for name, step in release.steps.items()}
+    # A folder of that name where the command runs is not the recipe's.
+    assert found["head"].target == "hf://org/target"
+    assert hub_id_of(found["own"].target) == "org/target@refs/pr/1" and "://" in found["own"].target
+    assert (found["head"].data, found["head"].recipe, found["head"].init_from) == (
+        "org/data",
+        "eagle3-mla",
+        "/abs/head",
+    )
+    assert (found["vllm"].head, found["vllm"].target) == ("$head", "https://huggingface.co/org/target")
+    assert (found["report"].target, found["report"].prompts) == ("recipes/org/here", f"mt-bench@{'a' * 40}")
+    assert (found["bench"].suite, found["bench"].engine_python) == ("mt-bench", "./recipes/env/bin/python")
+    assert (found["nvfp4"].recipe, found["nvfp4"].input_scale) == ("./recipes/own.yaml", "data-free")
+    assert found["own"].data == "./recipes/texts.jsonl"
+    # The record has the recipe's own words.
+    assert release.steps["bench"].plain()["engine_python"] == "env/bin/python"
+    assert release.steps["head"].plain()["target"] == "org/target"
 
 
 def test_a_file_that_a_step_does_not_make_is_named():
