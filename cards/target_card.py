@@ -22,6 +22,8 @@ TAGS = ("nvfp4", "quantized")
 # The parts of a card about manifest and report that are always the same.
 REPEATED = ("target_made.jinja", "target_measured.jinja")
 TEMPLATE = "target.md.jinja"
+# Bytes of files that one GPU of 80 GB serves, with room for a KV cache.
+ONE_GPU = 60 * 10**9
 # How much perplexity may grow, beyond its standard error, before publishing needs a reason; how much the accuracy on a
 # task may fall, or two of its standard errors if these are more.
 MAX_GROWTH, MAX_FALL = 0.01, 0.01
@@ -73,9 +75,12 @@ def figures(evidence: Evidence) -> dict[str, Any]:
 
 def commands(evidence: Evidence) -> Iterator[tuple[str, str]]:
     """Yield the title of each engine that kconv can name a command of, and that command."""
+    manifest = evidence.manifest
+    is_large = manifest is not None and sum(file.size for file in manifest.files) > ONE_GPU
     for engine in engines():
-        if (launch := engine.launch) and launch.spread and (launch.packed or not packed(evidence.manifest)):
-            served = Deployment(evidence.name, None, None, evidence.own_code, launch.spread)
+        if (launch := engine.launch) and launch.spread and (launch.packed or not packed(manifest)):
+            spread = launch.spread if is_large else ()
+            served = Deployment(evidence.name, None, None, evidence.own_code, spread)
             yield engine.title, command(launch.words(served))
 
 

@@ -194,7 +194,7 @@ class Launch:
         config: a file that the command names; None where options tell the engine all.
         unwritten: what a card says if the spec is unknown; "" for nothing.
         drafters: the families that it serves in this way.
-        spread: the further words for a quantized target of Kimi-K2's size on eight GPUs; if empty, its card shows no
+        spread: the further words for a quantized target that one GPU cannot hold, on eight; if empty, its card shows no
             command of this engine. The format needs no option: engines read config.json's quantization_config.
         packed: whether it also reads that target in compressed-tensors' form of NVFP4.
         revision: its option for the revision of a target on the Hub; "" if it has none.

@@ -19,7 +19,7 @@ from .attention import ALIKE, CONVERSIONS, SERVED
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "evidence" / "real.md"
 NGRAM, LOOKUP, BIGRAM = "n-gram", "prompt lookup", "bigram"
-CARD = PAGE.parent / "cards" / "smollm2-135m-instruct-eagle3"
+CARDS = {"release": "smollm2-135m-instruct-eagle3", "release-nvfp4": "smollm2-135m-instruct-nvfp4"}
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 SHOWN = 3  # the K of the table by category
 
@@ -40,10 +40,12 @@ def write_page(work: Path, form: Any) -> None:
             raise SystemExit(f"error: {PAGE} has no {begin} with {end} behind it")
         text = "\n".join([before + begin, "", *describe(Found.read(work, form)), "", end + after])
     PAGE.write_text(text)
-    if (release := work / "release").exists():
-        CARD.mkdir(exist_ok=True)
+    for release, card in CARDS.items():
+        out = PAGE.parents[1] / "cards" / card
+        out.mkdir(exist_ok=True)
         for name in ("README.md", "acceptance.png", "LICENSE", "NOTICE"):
-            shutil.copy(release / name, CARD)
+            if (work / release / name).exists():
+                shutil.copy(work / release / name, out)
 
 
 def summarize(work: Path, form: Any) -> str:

@@ -19,6 +19,7 @@ from kconv.cards.facts import Facts
 from kconv.cards.publish.gate import judge
 from kconv.cards.publish.release import open_candidate
 from kconv.cards.target_card import lost
+from kconv.checkpoint.manifest import FileRecord
 from kconv.cli import main
 from kconv.measure.figures import Figures, NoiseFigures, PerplexityFigures
 from kconv.validate.report import Report, read_report
@@ -113,10 +114,27 @@ def test_its_commands_name_a_target_of_any_name(made, tmp_path, name, own_code):
     blocks = [t.content for t in MarkdownIt().parse(make_card(evidence).text) if t.type == "fence"]
     trusted = ["--trust-remote-code"] if own_code else []
     assert [call for command in blocks for call in ran(command, tmp_path)] == [
-        ["vllm", "serve", name, "--tensor-parallel-size", "8", *trusted],
-        ["python", "-m", "sglang.launch_server", "--model-path", name, "--tp-size", "8", *trusted],
-        ["trtllm-serve", name, "--tp_size", "8", "--backend", "pytorch", *(["--trust_remote_code"] * own_code)],
+        ["vllm", "serve", name, *trusted],
+        ["python", "-m", "sglang.launch_server", "--model-path", name, *trusted],
+        ["trtllm-serve", name, "--backend", "pytorch", *(["--trust_remote_code"] * own_code)],
     ]
+
+
+def test_what_one_gpu_cannot_hold_is_served_on_eight(made, tmp_path):
+    evidence = gather(made / "nvfp4", None, Facts(name="t"))
+    large = FileRecord(name="model.safetensors", size=61 * 10**9, sha256="0" * 64)
+    evidence = replace(evidence, manifest=evidence.manifest.model_copy(update={"files": [large]}))
+    blocks = [t.content for t in MarkdownIt().parse(make_card(evidence).text) if t.type == "fence"]
+    assert [call for command in blocks for call in ran(command, tmp_path)] == [
+        ["vllm", "serve", "t", "--tensor-parallel-size", "8"],
+        ["python", "-m", "sglang.launch_server", "--model-path", "t", "--tp-size", "8"],
+        ["trtllm-serve", "t", "--tp_size", "8", "--backend", "pytorch"],
+    ]
+
+
+def test_its_publisher_may_say_what_a_task_is(made):
+    facts = Facts(name="t", notes={"performance": ("The task `own` is of our texts.",)})
+    assert "The task `own` is of our texts." in make_card(gather(made / "nvfp4", None, facts)).text
 
 
 def test_a_card_of_compressed_tensors_form_says_so_and_names_the_engines_that_read_it(made, tmp_path):

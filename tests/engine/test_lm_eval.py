@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from real_parts.vllm_nvfp4 import serve_nvfp4
 from support.families import write_target
-from support.vllm_nvfp4 import serve_nvfp4
 
 from kconv.cards.card import gather, make_card
 from kconv.cards.facts import Facts

@@ -197,7 +197,7 @@ def test_a_harness_results_stand_in_the_report_and_on_the_card(pair, tmp_path):
     assert told in (tmp_path / "report" / "report.md").read_text()
     assert "sums, acc: 25.00%, source 50.00% (-25.00 points)" in "\n".join(map(str, report.lines()))
     card = make_card(gather(Path(good), report, Facts())).text
-    assert "Accuracy, by lm_eval 0.4.13:" in card and told in card
+    assert "Accuracy, by lm_eval 0.4.13, with standard errors:" in card and told in card
     with pytest.raises(RequestInvalid, match="only for a target"):
         head = str(write_head(tmp_path / "head", by_name("vllm"), MLA, random_slots(MLA)))
         Validate(head=head, source=head, **asked).run(Context())

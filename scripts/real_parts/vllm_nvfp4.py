@@ -1,4 +1,4 @@
-"""Run by the engine's python, not by the tests': another program of Python's, in a vLLM that takes NVFP4 on a CPU.
+"""Serve by vLLM on a CPU what is in NVFP4: run by its python, another program of Python's, to which NVFP4 is known.
 
     python vllm_nvfp4.py program.py argument ...
 
