@@ -2,7 +2,7 @@
 
     scripts/docs record
 
-Commands appear one after the other, each with all of its output; how long it took is left out. Nothing in the file is
+Commands light up one after the other, each with all of its output; how long it took is left out. Nothing in the file is
 loaded from elsewhere, and who asks for no motion sees all of it at once.
 """
 
@@ -89,13 +89,13 @@ def animated(svg: str, starts: list[int]) -> str:
 
     def delayed(found: re.Match[str]) -> str:
         turn = sum(start <= int(found[2]) for start in starts) - 1
-        # The first is there from the start: who shows a still picture shows no black screen.
+        # The first is there from the start, and the others are dim: a still picture is no black screen.
         return f'<text class="turn" style="animation-delay: {turn * PAUSE:g}s" {found[1]}' if turn else found[0]
 
     svg = re.sub(r'<text ((?:[^>]*)clip-path="url\(#kconv-line-(\d+)\)")', delayed, svg)
     svg = re.sub(r'<text class="turn"([^>]*) class="([^"]*)"', r'<text class="turn \2"\1', svg)
     motion = (
-        "@keyframes turn { from { opacity: 0 } to { opacity: 1 } }\n"
+        "@keyframes turn { from { opacity: 0.25 } to { opacity: 1 } }\n"
         "    @media (prefers-reduced-motion: no-preference) { .turn { animation: turn 0.2s both } }\n    </style>"
     )
     return svg.replace("</style>", motion, 1)
