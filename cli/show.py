@@ -51,7 +51,14 @@ def show_lines(lines: Iterable[Part], *, folds: bool = False) -> None:
             for line in _folded(text, console()) if row.wraps and console().is_terminal else (text,):
                 console().print(line, soft_wrap=not row.wraps)
         else:
-            console().print(_grid(row) if isinstance(row, Facts) else _table(row, console().width, folds=folds))
+            shown = _grid(row) if isinstance(row, Facts) else _table(row, console().width, folds=folds)
+            if console().is_terminal:
+                console().print(shown)
+                continue
+            with console().capture() as captured:
+                console().print(shown)
+            # In a file nobody needs the blanks that fill a terminal's row.
+            echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def print_json(value: Any) -> None:
