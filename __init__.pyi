@@ -71,7 +71,7 @@ def inspect(
 
     Args:
         head: The head: a folder, a Hub id or its URL.
-        from_: Layout of HEAD; detected by default.
+        from_: Layout of the head; detected by default.
         captured: The captured (auxiliary hidden-state) layers, as 0-based outputs, e.g. 1,29,57.
         captured_are: Whether the config lists outputs or inputs.
         rope_theta: RoPE base, if the config omits it.
@@ -113,7 +113,7 @@ def diff(
     Args:
         a: A drafter: a folder or a Hub id.
         b: The one to compare it with.
-        from_: Layout of HEAD; detected by default.
+        from_: Layout of the head; detected by default.
         captured: The captured (auxiliary hidden-state) layers, as 0-based outputs, e.g. 1,29,57.
         captured_are: Whether the config lists outputs or inputs.
         rope_theta: RoPE base, if the config omits it.
@@ -171,7 +171,7 @@ def vocab(
     Args:
         head: The head: a folder or a Hub id.
         out: The folder to write, if the vocabulary changes.
-        from_: Layout of HEAD; detected by default.
+        from_: Layout of the head; detected by default.
         captured: The captured (auxiliary hidden-state) layers, as 0-based outputs, e.g. 1,29,57.
         captured_are: Whether the config lists outputs or inputs.
         rope_theta: RoPE base, if the config omits it.
@@ -233,7 +233,7 @@ def convert(
     Args:
         head: The head to convert: a folder or a hub id.
         out: The folder to write; it must not exist.
-        from_: Layout of HEAD; detected by default.
+        from_: Layout of the head; detected by default.
         captured: The captured (auxiliary hidden-state) layers, as 0-based outputs, e.g. 1,29,57.
         captured_are: Whether the config lists outputs or inputs.
         rope_theta: RoPE base, if the config omits it.
@@ -314,7 +314,7 @@ def validate(
 
     Args:
         head: A head or a target: a folder or a Hub id.
-        from_: Layout of HEAD; detected by default.
+        from_: Layout of the head; detected by default.
         captured: The captured (auxiliary hidden-state) layers, as 0-based outputs, e.g. 1,29,57.
         captured_are: Whether the config lists outputs or inputs.
         rope_theta: RoPE base, if the config omits it.
@@ -393,7 +393,7 @@ def bench(
     --engine starts a server in fp32. Without either, kconv computes --head and --target itself.
 
     Args:
-        from_: Layout of HEAD; detected by default.
+        from_: Layout of the head; detected by default.
         captured: The captured (auxiliary hidden-state) layers, as 0-based outputs, e.g. 1,29,57.
         captured_are: Whether the config lists outputs or inputs.
         rope_theta: RoPE base, if the config omits it.
@@ -771,7 +771,7 @@ def quantize_head(
     Args:
         head: The head: a folder or a Hub id.
         out: The folder to write; it must not exist.
-        from_: Layout of HEAD; detected by default.
+        from_: Layout of the head; detected by default.
         captured: The captured (auxiliary hidden-state) layers, as 0-based outputs, e.g. 1,29,57.
         captured_are: Whether the config lists outputs or inputs.
         rope_theta: RoPE base, if the config omits it.

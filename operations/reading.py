@@ -30,7 +30,7 @@ Theta = Annotated[float, Field(gt=0)]
 class _Reading(Operation):
     """The options about every family's facts, and the target."""
 
-    from_: str | None = option(None, "Layout of HEAD; detected by default.", metavar="LAYOUT")
+    from_: str | None = option(None, "Layout of the head; detected by default.", metavar="LAYOUT")
     captured: LayerIds | None = option(
         None,
         "The captured (auxiliary hidden-state) layers, as 0-based outputs, e.g. 1,29,57.",

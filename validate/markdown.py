@@ -61,7 +61,9 @@ def to_markdown(report: Report) -> str:
     for part in (*summary(figures), *details(figures)):
         lines += _lines(part)
     lines += ["## Made with", ""]
-    lines += [f"- {markdown(name)}: {markdown(plain(value))}" for name, value in report.provenance.items()]
+    # Why for these engines stands above.
+    about = {name: value for name, value in report.provenance.items() if name != "for_by"}
+    lines += [f"- {markdown(name)}: {markdown(plain(value))}" for name, value in about.items()]
     lines += [f"- sha256 of {markdown(name)}: {code(digest)}" for name, digest in report.weights.items()]
     return "\n".join(lines) + "\n"
 

@@ -242,13 +242,17 @@ def test_it_stands_on_a_card(heads):
 
 
 @installed
-def test_it_stands_on_the_card_of_a_target(tmp_path):
+@pytest.mark.parametrize(("size", "spread"), [(59 * 10**9, ""), (61 * 10**9, " --gpus 8")])
+def test_it_stands_on_the_card_of_a_target(heads, tmp_path, size, spread):
     from kconv.cards.evidence import Evidence
     from kconv.cards.facts import Facts
     from kconv.cards.target_card import figures
+    from kconv.checkpoint.manifest import FileRecord, read_manifest
 
-    commands = dict(figures(Evidence(tmp_path, Facts(name="org/target-nvfp4")))["commands"])
-    assert commands["Otter"] == "otter serve org/target-nvfp4 --gpus 8"
+    file = FileRecord(name="model.safetensors", size=size, sha256="0" * 64)
+    manifest = read_manifest(heads[1]).model_copy(update={"files": (file,)})
+    commands = dict(figures(Evidence(tmp_path, Facts(name="org/target-nvfp4"), manifest))["commands"])
+    assert commands["Otter"] == f"otter serve org/target-nvfp4{spread}"
 
 
 @installed
@@ -333,4 +337,4 @@ def test_an_engine_of_another_package_is_known_everywhere(tmp_path):
         text=True,
     )
     assert run.returncode == 0, run.stdout[-4000:]
-    assert "13 passed" in run.stdout
+    assert "14 passed" in run.stdout
