@@ -1,11 +1,10 @@
-"""The demo from end to end: with small recipes always, with its own in the slow tests."""
+"""The demo from end to end: with small recipes, and with its own."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,13 +27,10 @@ def quiet(_: str) -> Iterator:
     yield lambda *_: None
 
 
-ONE = replace(SMALL, heads=SMALL.heads[:1], prompts=4)
-
-
-@pytest.fixture(scope="module", params=[ONE, pytest.param(SMALL, marks=pytest.mark.slow)], ids=["mla", "all kinds"])
-def small(request, tmp_path_factory) -> tuple[Path, list[Made]]:
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> tuple[Path, list[Made]]:
     out = tmp_path_factory.mktemp("demo") / "out"
-    return out, run_demo(out, cache_root(), quiet, request.param)
+    return out, run_demo(out, cache_root(), quiet, SMALL)
 
 
 def proven(made: list[Made]) -> None:
@@ -51,10 +47,12 @@ def proven(made: list[Made]) -> None:
             assert abs(parity.length_difference) < 1e-6
 
 
+@pytest.mark.slow
 def test_before_and_after_are_the_same_head(small):
     proven(small[1])
 
 
+@pytest.mark.slow
 def test_there_is_everything_it_speaks_of(small):
     out, made = small
     for head in made:
@@ -66,7 +64,7 @@ def test_there_is_everything_it_speaks_of(small):
             weights = load_file(head.folder / folder / "model.safetensors").values()
             assert {tensor.dtype for tensor in weights if tensor.is_floating_point()} == {dtype}
     prompts = [json.loads(line) for line in (out / "held-out.jsonl").read_text().splitlines()]
-    assert len(prompts) == (ONE if len(made) == 1 else SMALL).prompts
+    assert len(prompts) == SMALL.prompts
     assert str(out.parent) not in "".join(p.read_text() for p in out.rglob("*.json"))
 
 
@@ -101,7 +99,6 @@ def test_a_stage_says_training_only_where_something_is_trained(tiny_target, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("small", [SMALL], indirect=True, ids=["all kinds"])
 def test_a_stage_says_where_all_was_kept(small, tmp_path):
     heads = [f"{name} head: kept from before" for name, _ in SMALL.heads]
     kept = ["tiny Kimi-K2: kept from before", *heads]

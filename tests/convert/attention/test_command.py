@@ -65,6 +65,7 @@ def run(*arguments, fails: type[KconvError] | None = None) -> str:
     return result.output
 
 
+@pytest.mark.slow
 def test_a_gqa_head_as_mla_and_back(heads, prompts, tiny_target, tmp_path):
     asked = ("--target", tiny_target, "--prompts", prompts, "--context", 32, "--min-retention", 0, "--heal", 2)
     shown = run("to-vllm", heads / "gqa", tmp_path / "mla", "--attention", "mla", *asked)
