@@ -99,6 +99,8 @@ def serve(
     if as_json:
         print_json({"engine": chosen.name, "command": words})
         return
+    for note in chosen.launch.notes(served.spec):
+        echo(note, err=True)
     echo(command(words), err=not dry_run)
     if not dry_run:
         _give_way(words, Path(python), chosen)

@@ -345,9 +345,8 @@ def _from_nested(nested: tuple[int, ...], eagle_config: Mapping[str, Any], layer
             needs="--captured-are",
         )
     if nested == _default(default_outputs, nested[-1] + 4, layers):
-        return Captured(
-            nested, f"eagle_config lists {list(nested)}, the default layer outputs for a target of this depth"
-        )
+        default = f"the default layer outputs of {layers} layers" if layers else "a trainer's default as layer outputs"
+        return Captured(nested, f"eagle_config lists {list(nested)}, {default}")
     if 1 in nested:
         return Captured(nested, f"{list(nested)} in eagle_config contains 1: layer outputs")
     if saved == TRAINER:

@@ -172,7 +172,7 @@ def detect(config: Mapping[str, Any], names: Names) -> Layout:
         (what if held else f"kconv does not recognize this as {titles}")
         + f": architectures {config.get('architectures')}, model_type {config.get('model_type')!r}",
         where=in_config(),
-        fix=f"Pass a target as --target, or to kconv validate. If this is {titles}, name its layout with "
+        fix=f"If this is a target, pass it as --target of a head. If it is {titles}, name its layout with "
         f"--from: {', '.join(layout.name for layout in layouts() if layout.drafter in (marked or drafters()))}.",
     )
 

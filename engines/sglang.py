@@ -506,7 +506,7 @@ RULES: tuple[Rule[HeadFacts], ...] = (
         "sglang-captures-layer-0",
         "error",
         "SGLang cannot capture the output of layer 0 of a DeepSeek or Kimi target. An unknown target counts as one.",
-        fix="Give --target if the head drafts for another model. Otherwise serve it with vLLM or TensorRT-LLM.",
+        fix="Serve it with vLLM or TensorRT-LLM, or give --target if the head drafts for a model of another kind.",
         seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/deepseek_v2.py#L3470-L3473",
         check=captured_layer_0,
         subject="Captured layers",

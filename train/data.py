@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..drafters.vocab import keep_most_frequent, offsets
 from ..errors import RecipeInvalid, TrainingDataInvalid
+from ..lines import counted
 from ..targets.dialogues import Sample, encode_row, read_rows
 from ..targets.rows import (
     FEWEST,
@@ -100,6 +101,12 @@ def prepare_dialogues(
     else:
         chosen = choose_held_out(samples)
         others = {key: s for key, s in samples.items() if key in chosen}
+        if samples and len(samples) == len(others):
+            raise TrainingDataInvalid(
+                f"it holds {counted(len(samples), 'sample')}, all of which would be held out for evaluation",
+                where=name,
+                fix="Use more data, or pass --held-out FILE.",
+            )
         samples = {key: s for key, s in samples.items() if key not in others}
     text, unseen = pack_samples(samples.values(), seq, pack=pack), pack_samples(others.values(), seq)
     _refuse_few(unseen, name)

@@ -436,6 +436,13 @@ def complete(
         _check_start(kind, init_from, target)
         defaults = decided = kind.of_head(init_from)
     filled = defaults | own
+    if "batches" not in filled and rows < (batch := _count(filled, "batch")):
+        seq = _count(filled, "seq")
+        raise RecipeInvalid(
+            f"a batch is {batch} rows of {seq:,} tokens, but the data fills only {rows:,}",
+            where=where(("batch",)),
+            fix="Use more data, or set smaller rows or batches, e.g. --set seq=512 --set batch=1.",
+        )
     filled.setdefault("batches", rows // _count(filled, "batch"))
     passes = values.get("passes", 1)
     filled.setdefault("steps", max(1, _count(filled, "batches") * passes // _count(filled, "accumulate")))

@@ -177,7 +177,9 @@ class Report(Result, StrictModel):
                 "weights: " + ("identical to the source" if figures.identical else "NOT identical to the source")
             )
         if asked := self.provenance.get("for"):
-            yield Line(f"checked for {', '.join(asked)} ({self.provenance.get('for_by', 'every engine')})")
+            as_target = "as a target, not as a draft head, " if self.provenance.get("checked") == "target" else ""
+            why = self.provenance.get("for_by", "every engine")
+            yield Line(f"checked {as_target}for {', '.join(asked)} ({why})")
         told = [counted(counts["error"], "error") if counts["error"] else "no errors"]
         told += [counted(counts[what], what) for what in ("undecided", "warning") if counts[what]]
         yield Line(f"{self.subject}: {', '.join(told)}")

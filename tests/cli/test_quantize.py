@@ -32,6 +32,8 @@ def test_it_quantizes_and_what_it_says_next_holds(target, tmp_path):
     assert "input_scale: data-free: every input_scale is 1.0" in done.stdout
     checked = CliRunner().invoke(main, ["verify", str(out), str(target)])
     assert checked.exit_code == 0 and "match the manifest (source and output)" in checked.stdout
+    shown = CliRunner().invoke(main, ["validate", str(out), "--for", "sglang"]).stdout
+    assert "checked as a target, not as a draft head, for sglang (as requested)" in shown
     validated = CliRunner().invoke(main, ["validate", str(out), "--source", str(target), "--json"])
     report = json.loads(validated.stdout)
     assert not [f for f in report["findings"] if f["severity"] == "error"], validated.stdout

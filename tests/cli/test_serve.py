@@ -122,6 +122,12 @@ def test_a_dry_run_starts_nothing_and_needs_no_engine(folders):
     assert done.exit_code == 2 and "--dry-run" in done.output
 
 
+def test_what_the_user_may_have_to_add_is_said(folders):
+    head, target, _ = folders("gqa, sglang", "sglang")
+    done = CliRunner().invoke(main, ["serve", str(head), "--target", str(target), "--dry-run"])
+    assert done.exit_code == 0 and "add --speculative-draft-attention-backend" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [

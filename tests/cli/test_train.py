@@ -112,6 +112,13 @@ def test_a_head_that_no_engine_could_load_is_refused_before_the_target_is_downlo
     assert "mscale" in done.stderr
 
 
+def test_data_of_which_all_would_be_held_out_is_named(tiny_target, tmp_path):
+    (data := tmp_path / "two.jsonl").write_text('{"text": "A day in May."}\n{"text": "A night in June."}\n')
+    done = run(tiny_target, tmp_path / "head", "--data", data)
+    assert done.exit_code == 1 and "it holds 2 samples, all of which would be held out" in done.output
+    assert "--held-out FILE" in done.output and not (tmp_path / "head").exists()
+
+
 def test_the_coverage_of_a_draft_vocabulary_is_printed_and_special_tokens_are_kept(tiny_target, data, tmp_path):
     held_out = tmp_path / "held-out.jsonl"
     held_out.write_text("\n".join(json.dumps({"text": text}) for text in read_corpus().held_out[:20]) + "\n")

@@ -71,6 +71,9 @@ def test_a_recipe_takes_the_data_through_once_unless_it_says_otherwise(kimi, nam
     assert complete(values, kimi, ROWS).steps == ROWS // 8
     assert complete(values | {"passes": 3, "accumulate": 2}, kimi, ROWS).steps == 3 * ROWS // 8 // 2
     assert complete(values | {"steps": 7}, kimi, ROWS).steps == 7
+    with pytest.raises(RecipeInvalid, match="a batch is 8 rows of 4,096 tokens, but the data fills only 7") as fault:
+        complete(values, kimi, 7)
+    assert "--set seq=" in fault.value.fix
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,7 @@ RIGHT_GAINS = {
     "a state fed back normed": Gain("a state fed back after the final norm", "strength", 2.300, 0.068, 0.006),
     "the target's YaRN": Gain("the target's own RoPE", "target's", 1.770, 0.016, 0.003, beyond=(0.001, 0.001)),
     "a norm scaled": Gain("norm times 1.1", "scale", 2.0, 0.03, 0.007),
+    "the target's RoPE, of a head with another": Gain("the target's own RoPE", "target's", 2.223, 0.008, 0.002),
 }
 FAULTY_GAINS = {
     "an order": replace(RIGHT_GAINS["norms swapped"], name="gate_proj and up_proj swapped", kind="structure"),

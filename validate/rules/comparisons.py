@@ -156,9 +156,9 @@ RULES: tuple[Rule[Any], ...] = (
         "K365",
         "norm-off-its-scale",
         "note",
-        "The head's acceptance rises when a norm is scaled or replaced, by less than a fault costs. The head is"
-        " not fully trained, or the norm was changed a little after training.",
-        "Compare the norm with the trainer's. If they are equal, train longer.",
+        "The head's acceptance rises when a norm is scaled or replaced, or by the target's RoPE or epsilon, by less"
+        " than a fault costs. The head is not fully trained, or something was changed a little after training.",
+        "Compare it with the trainer's. If they are equal, train longer.",
     ),
     Rule(
         "K366",
