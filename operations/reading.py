@@ -109,18 +109,18 @@ def fields_of_facts() -> dict[str, Any]:
     Raises:
         PluginInvalid: another package's fact has the option of something else.
     """
-    found = {fact.hint: fact for one in drafters() for fact in one.facts.values() if fact.answer is not None}
-    for hint, fact in found.items():
-        if hint in _Reading.model_fields:
+    found: dict[str, Any] = {}
+    for fact in (fact for one in drafters() for fact in one.facts.values()):
+        if fact.answer is None:
+            continue
+        if fact.hint in _Reading.model_fields:
             raise PluginInvalid(
                 f"the fact {fact.name} is stated by {fact.option}, which is an option already",
+                where=f"the fact's rule {fact.rule.id}",
                 fix="Give the fact's hint another name.",
             )
-    return {
-        hint: (fact.answer.type | None, fact.answer.option(f"{fact.name}, if the config omits it."))
-        for hint, fact in found.items()
-        if fact.answer is not None
-    }
+        found[fact.hint] = (fact.answer.type | None, fact.answer.option(f"{fact.name}, if the config omits it."))
+    return found
 
 
 if TYPE_CHECKING:
