@@ -56,7 +56,7 @@ OTHER_WORDS = {
     "export": ("to-trtllm", "to-vllm"),
     "finetune": ("train",),
     "measure": ("bench",),
-    **dict.fromkeys(("to-tensorrt", "trtllm", "tensorrt", "tensorrt-llm"), ("to-trtllm",)),
+    **dict.fromkeys(("to-tensorrt", "to-tensorrt-llm", "trtllm", "tensorrt", "tensorrt-llm"), ("to-trtllm",)),
     **dict.fromkeys(("prune", "reduce", "vocabulary"), ("vocab",)),
     **dict.fromkeys(("sample", "synthesize", "answers"), ("generate",)),
     **dict.fromkeys(("capture", "extract", "dump", "hidden-states"), ("states",)),
@@ -80,8 +80,8 @@ OTHER_OPTIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("--seq-len", "--max-length"), ("--set seq=N",)),
     **dict.fromkeys(("--data", "--dataset", "--prompts"), ("--prompts", "--data", "--suite", "--text")),
     **dict.fromkeys(("--engine", "--backend"), ("--for", "--engine")),
-    **dict.fromkeys(("--model", "--base-model", "--verifier"), ("--target", "--base-model")),
-    **dict.fromkeys(("--draft", "--drafter", "--draft-model"), ("--head",)),
+    **dict.fromkeys(("--model", "--model-path", "--base-model", "--verifier"), ("--target", "--base-model")),
+    **dict.fromkeys(("--draft", "--drafter", "--draft-model", "--speculative-draft-model-path"), ("--head", "HEAD")),
     **dict.fromkeys(("-k", "--k", "--num-speculative-tokens", "--num-draft-tokens"), ("--draft-tokens",)),
     **dict.fromkeys(("--layer-ids", "--aux-layers", "--aux-hidden-state-layers"), ("--captured",)),
     "--size": ("--prune",),
@@ -135,6 +135,8 @@ class Command(click.Command):
                 if meant.lower() in self.about:
                     usage = " ".join(super().collect_usage_pieces(ctx)[1:])
                     raise _no_option(error, f"{meant} is an argument: {ctx.command_path} {usage}") from error
+            if "options" in self.about:
+                raise _no_option(error, self.about["options"]) from error
             raise
         if left and not ctx.resilient_parsing:
             usage = " ".join(super().collect_usage_pieces(ctx)[1:])
@@ -232,7 +234,11 @@ class Kconv(click.Group):
         name = args[0]
         if name not in self.list_commands(ctx) and not name.startswith("-") and not ctx.resilient_parsing:
             close = likely(name, self.list_commands(ctx))
-            named = (", " if len(close) > 3 else " or ").join(close)
+            # Of the outputs, the one that is named behind: convert --to sglang.
+            outputs = [f"to-{word.lower()}" for word in args[1:]]
+            behind = {meant for output in outputs for meant in OTHER_WORDS.get(output, (output,))}
+            close = [one for one in close if one in behind] or close
+            named = " or ".join(filter(None, (", ".join(close[:-1]), *close[-1:])))
             meant = f" Did you mean {named}?" if close else " kconv --help lists them."
             ctx.fail(f"There is no command {name!r}.{meant}")
         return super().resolve_command(ctx, args)

@@ -13,6 +13,7 @@ from ..engines import registry
 from ..errors import EngineFailed, LayoutCannot
 from ..escape import command
 from .complete import complete_value
+from .group import Command
 from .terminal import echo
 
 if TYPE_CHECKING:
@@ -28,9 +29,10 @@ def _steps(ctx: click.Context, param: click.Parameter, value: int | None) -> int
 
 # A launch command's word for the environment's own.
 PYTHON = "python"
+ABOUT = {"head": "The draft head: a folder or a Hub id.", "options": "The engine's own options stand behind --."}
 
 
-@click.command(short_help="Check a head, and start an engine that serves it.")
+@click.command(cls=Command, about=ABOUT, short_help="Check a head, and start an engine that serves it.")
 @click.argument("head")
 @click.argument("options", metavar="[OPTIONS]...", nargs=-1)
 @click.option("--target", required=True, metavar="TARGET", help="The target: a folder or a Hub id.")

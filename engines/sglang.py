@@ -483,6 +483,12 @@ def captured_layer_0(head: HeadFacts) -> Iterator[Found]:
         yield Found("config.json", "the head reads the output of layer 0")
 
 
+def captured_misread(head: HeadFacts) -> Iterator[Found]:
+    # A list with layer 0 has no right form to convert it to: K330 says what to do.
+    if not any(captured_layer_0(head)):
+        yield from fed_otherwise(head, ENGINE.runners, NESTED)
+
+
 def lm_head_random(head: HeadFacts) -> Iterator[Found]:
     stated = head.flat.get("draft_vocab_size")
     if head.spec and not head.misfits and "lm_head" not in head.slots and stated is not None:
@@ -498,7 +504,7 @@ RULES: tuple[Rule[HeadFacts], ...] = (
         "if the list begins with 1 or if the target is not a DeepSeek or Kimi. Otherwise it reads layer inputs.",
         fix="Convert the head with kconv to-sglang --target, which writes the list as SGLang reads it for that target.",
         seen_in="https://github.com/sgl-project/sglang/pull/25454",
-        check=lambda s: fed_otherwise(s, ENGINE.runners, NESTED),
+        check=captured_misread,
         subject="Captured layers",
     ),
     Rule(

@@ -269,6 +269,14 @@ def test_a_list_that_the_user_explains_is_decided(tmp_path: Path):
     assert of(misread, "K140")
 
 
+@pytest.mark.parametrize("kind, said", [("kimi_k2", {"K330"}), ("qwen3", set())])
+def test_of_a_captured_layer_0_one_rule_says_what_to_do(kind, said, tmp_path: Path):
+    of_kind = Fault("", "", good("trtllm", replace(MLA, captured=(0, 3, 5))), engines=(SGLANG,),
+                    target=TARGET | {"model_type": kind})  # fmt: skip
+    found = {finding.rule for finding in of_kind.validate(of_kind.write(tmp_path / "head")).findings}
+    assert found & {"K141", "K330"} == said
+
+
 def test_a_map_of_the_first_tokens_is_no_fault_where_t2d_says_so(tmp_path: Path):
     def first(config, tensors):
         tensors["d2t"].zero_()
