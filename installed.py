@@ -6,7 +6,8 @@ import hashlib
 import json
 from collections.abc import Iterator
 from functools import cache
-from importlib.metadata import Distribution, PackageNotFoundError, distribution, version
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.metadata import version as read_version
 from itertools import chain
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -24,6 +25,16 @@ LIBRARIES = {
     "transformers": "optimize",
     "matplotlib": "plots",
 }
+
+
+@cache
+def version(name: str) -> str:
+    """Return the version of an installed package, read once: it takes milliseconds, and each report states several.
+
+    Raises:
+        PackageNotFoundError: it is not installed.
+    """
+    return read_version(name)
 
 
 def version_of(name: str) -> str | None:

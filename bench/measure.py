@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from ..checkpoint.bytes import file_digest
 from ..checkpoint.source import Source
 from ..engines.counters import Counters, Counts, PerRequest, Totals, check_possible
 from ..errors import ConnectionBroken, CountersDisturbed, CountersMissing, DefinitionsMixed
+from ..installed import version
 from ..measure.held_out import refuse_overlap
 from ..serving.ask import again
 from ..serving.client import Answer, Client, check_told, connect

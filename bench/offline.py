@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -16,6 +15,7 @@ import torch
 from ..checkpoint.folder import open_checkpoint
 from ..convert.read import Head
 from ..errors import PromptsInvalid, TargetInvalid
+from ..installed import version
 from ..measure.drafting import Proposer, head_drafter, measure
 from ..measure.figures import TextKind
 from ..measure.held_out import refuse_overlap

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping
-from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,6 +13,7 @@ from pydantic import AfterValidator, Field
 
 from ..errors import KconvError, ManifestMismatch, NotACheckpoint
 from ..escape import command
+from ..installed import version
 from ..strict import StrictModel
 from .bytes import Look, Wanted, file_digest
 from .folder import Checkpoint, list_names, open_checkpoint

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from ..checkpoint.folder import Checkpoint, open_checkpoint
 from ..checkpoint.schema import line_of
 from ..checkpoint.source import Folder, Source
 from ..errors import KconvError, RecipeInvalid, ReleaseStateInvalid
-from ..installed import sources_digest
+from ..installed import sources_digest, version
 from ..operations.base import Context, ReleaseFacts
 from ..options import in_recipe
 from .recipe import Input, Release, Step, kinds, reference

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +18,7 @@ from ..cards.publish.floor import RECIPE
 from ..checkpoint.manifest import MANIFEST, read_manifest
 from ..checkpoint.staging import PARTIAL, writing
 from ..errors import KconvError, OutputExists
+from ..installed import version
 from ..operations.base import extras
 from ..options import in_recipe
 from .prepare import PreparedRelease, Standing

@@ -8,7 +8,6 @@ both backends write one format.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from ..checkpoint.staging import check_disk, staged
 from ..checkpoint.tensors import TORCH, entry, read_tensor
 from ..checkpoint.values import Scan
 from ..errors import RecipeInvalid, TargetInvalid, TensorMissing, TensorValue
+from ..installed import version
 from ..targets.config import TargetConfig
 from ..targets.model import load_target, refuse_other_family
 from ..targets.mtp import mtp_roots

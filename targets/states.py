@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -25,6 +24,7 @@ from ..checkpoint.bytes import file_digest
 from ..checkpoint.header import TensorInfo, read_header
 from ..checkpoint.schema import load_json
 from ..errors import StatesInvalid
+from ..installed import version
 from ..strict import StrictModel
 from .config import TargetConfig
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import httpx
 import pytest
 from click.testing import CliRunner, Result
 from filelock import FileLock
@@ -113,6 +115,15 @@ def schemas() -> dict[str, Draft202012Validator]:
     files = {file.name.removesuffix(".schema.json"): file for file in (DOCS / "schemas").iterdir()}
     files |= {command: DOCS / f"{file}.schema.json" for command, file in LIKE_FILES.items()}
     return {name: Draft202012Validator(json.loads(file.read_text())) for name, file in files.items()}
+
+
+@pytest.fixture(autouse=True, scope="session")
+def certificates_are_read_once() -> Iterator[None]:
+    """Let clients share a TLS context: loading one takes 20 ms, and the tests' servers speak HTTP."""
+    with pytest.MonkeyPatch.context() as patch:
+        name = "httpx._transports.default.create_ssl_context"
+        patch.setattr(name, functools.cache(httpx.create_ssl_context))
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

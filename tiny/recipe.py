@@ -7,10 +7,10 @@ import hashlib
 import json
 import platform
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
 from ..checkpoint.staging import cache_root as cache_root  # results of recipes are kept there
+from ..installed import version
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 from sys import maxsize
 from typing import Any, NoReturn
@@ -27,7 +26,7 @@ from ..drafters.vocab import Coverage, measure_coverage, target_ids
 from ..engines import by_name
 from ..engines.layout import Layout, Limit
 from ..errors import LayoutCannot, RecipeInvalid, StatesInvalid
-from ..installed import sources_digest
+from ..installed import sources_digest, version
 from ..targets.config import TargetConfig, read_target_config
 from ..targets.model import Ends, check_memory, find_ends, load_target
 from ..targets.options import SPLIT, StatesOptions

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -40,6 +39,7 @@ from ..convert.read import Head, read_head, read_slot
 from ..engines import by_name
 from ..engines.layout import stored
 from ..errors import TrainingFailed
+from ..installed import version
 from ..targets.config import read_target_config
 from ..targets.model import load_ends, load_target, one_thread
 from .checkpoints import MODULE, REPORT, RUN, claim, clear_finished, drop_unusable, hold, newest, step_of, workplace

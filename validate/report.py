@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -20,7 +19,7 @@ from ..convert.read import Head
 from ..drafters.facts import phrase
 from ..engines.registry import engines, engines_of
 from ..errors import NotACheckpoint, ReportInvalid, Severity
-from ..installed import version_of
+from ..installed import version, version_of
 from ..lines import Line, Part, Result, Styled, Table, counted, next_command
 from ..measure.figures import Figures, ReadingFigures
 from ..rule import Finding as Finding
