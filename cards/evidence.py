@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,11 @@ from .licenses import LICENSES, UNNAMED, License, LicenseText
 CONFIG = "config.json"
 # Facts that a converted head's files know better than its publisher, who described the head before.
 MEASURED = {"architecture.attention", "architecture.parameters", "architecture.tensor_type", "runtime.engines"}
+
+
+@cache
+def _adapter(spec: type[Spec]) -> TypeAdapter[Any]:
+    return TypeAdapter(spec)
 
 
 @dataclass(frozen=True)
@@ -63,9 +69,8 @@ class Evidence:
         """
         if self.manifest is None or self._layout is None:
             return None
-        adapter: TypeAdapter[Any] = TypeAdapter(self.drafter.spec)
         try:
-            return adapter.validate_python(self.manifest.spec)
+            return _adapter(self.drafter.spec).validate_python(self.manifest.spec)
         except ValidationError as fault:
             raise mismatch(
                 MANIFEST, f"its spec describes no {self.drafter.title}: {find_wrong(fault)}", AGAIN

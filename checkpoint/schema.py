@@ -7,6 +7,7 @@ A test checks that nothing reads files another way.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -132,22 +133,38 @@ def parse_yaml(text: str | bytes, error: type[KconvError], *, where: object, wha
     Raises:
         KconvError: of class `error`: it is not YAML, is nested too deeply, or its aliases expand beyond the limit.
     """
-    import yaml
-
     try:
-        depth = 0
-        for event in cast(Iterator[yaml.Event], yaml.parse(text, yaml.SafeLoader)):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > MAX_DEPTH:
-                raise ValueError("it is nested too deeply")
-        values = yaml.safe_load(text)
+        loader = _loader()(text)
+        node = loader.get_single_node()
+        # Before it is made into values, which takes a mapping's merged keys into it.
+        _refuse_twice(node)
+        values = None if node is None else loader.construct_document(node)
         _count(values)
-        _refuse_twice(yaml.compose(text, yaml.SafeLoader))
         return values
     except Exception as fault:  # PyYAML's constructors raise anything, e.g. IndexError for !!int ""
         why, line = _no_yaml(text, fault)
         where = f"{where or what}:{line}" if line else where
         raise error(f"the {what} is not valid YAML: {why}", where=where, fix=fix) from fault
+
+
+@functools.cache
+def _loader() -> Any:
+    """Return PyYAML's safe loader, which stops at what is nested too deeply."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        depth = 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            self.depth += 1
+            # A scalar is no level of its own.
+            if self.depth > MAX_DEPTH and not self.check_event(yaml.ScalarEvent, yaml.AliasEvent):
+                raise ValueError("it is nested too deeply")
+            node = super().compose_node(parent, index)
+            self.depth -= 1
+            return node
+
+    return Loader
 
 
 class _Twice(ValueError):

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from ..drafters.base import Drafter, Spec
 from ..drafters.contract import Expected, dtypes_of
 from ..drafters.keys import ConfigTable
 from ..drafters.slots import layers_of, needs
 from .moves import Move, Same
+
+Role = Literal["written", "instead", "beside"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Row:
     slots: tuple[str, ...]
     move: Move = field(default_factory=Same)
     layers: str = ""
-    role: str = "written"
+    role: Role = "written"
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,7 @@ def stored(layout: Layout, spec: Spec) -> dict[str, Stored]:
 
     A slot that two rows hold is stored twice, under both names.
     """
-    return _rows(layout, spec, "written")
+    return _rows(layout, spec)["written"]
 
 
 def readable(layout: Layout, spec: Spec, names: Container[str]) -> dict[str, Stored]:
@@ -188,14 +190,11 @@ def readable(layout: Layout, spec: Spec, names: Container[str]) -> dict[str, Sto
     What is only read is there if a tensor bears its name. What is written is there too, unless no tensor bears
     its name and each of its slots is held by a row that is read instead.
     """
-    instead, beside = (
-        {name: row for name, row in _rows(layout, spec, role).items() if name in names}
-        for role in ("instead", "beside")
-    )
-    covered = {slot for row in instead.values() for slot in row.slots}
-    written = stored(layout, spec)
-    needed = {name: row for name, row in written.items() if name in names or not covered.issuperset(row.slots)}
-    return beside | instead | needed
+    rows = _rows(layout, spec)
+    there = {role: {name: row for name, row in held.items() if name in names} for role, held in rows.items()}
+    covered = {slot for row in there["instead"].values() for slot in row.slots}
+    needed = {name: row for name, row in rows["written"].items() if name in names or not covered.issuperset(row.slots)}
+    return there["beside"] | there["instead"] | needed
 
 
 def ignorable(layout: Layout, names: Iterable[str]) -> dict[str, str]:
@@ -203,12 +202,13 @@ def ignorable(layout: Layout, names: Iterable[str]) -> dict[str, str]:
     return {name: why for name in names for pattern, why in layout.ignored.items() if fnmatchcase(name, pattern)}
 
 
-def _rows(layout: Layout, spec: Spec, role: str) -> dict[str, Stored]:
+def _rows(layout: Layout, spec: Spec) -> dict[Role, dict[str, Stored]]:
+    """Return what the rows say of a head of this spec, by role and name."""
     known = needs(spec)
-    found: dict[str, Stored] = {}
+    found: dict[Role, dict[str, Stored]] = {role: {} for role in get_args(Role)}
     for row, name, slots in _fill(layout, spec):
         own = [known[slot] for slot in slots if slot in known]
-        if row.role == role and len(own) == len(slots):
+        if len(own) == len(slots):
             expected = Expected(
                 name,
                 row.move.stored_shape([need.shape for need in own]),
@@ -216,7 +216,7 @@ def _rows(layout: Layout, spec: Spec, role: str) -> dict[str, Stored]:
                 all(need.slot.absent_when(spec) for need in own),
                 own[0].slot.shape if len(own) == 1 else "",
             )
-            found[name] = Stored(expected, slots, row.move)
+            found[row.role][name] = Stored(expected, slots, row.move)
     return found
 
 

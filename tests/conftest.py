@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -49,6 +50,12 @@ def _turn(item: pytest.Item) -> int:
     if item.get_closest_marker("slow"):
         return 1
     return 4 if item.path.parent.name in ("train", "pipeline") else 5
+
+
+def pytest_collection_finish() -> None:
+    """Take what the tests and their libraries are made of out of each later garbage collection; none of it is freed."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

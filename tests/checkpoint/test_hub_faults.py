@@ -1,5 +1,8 @@
 """Each way in which the Hub, the network, the token or the cache fails, by its own name and with its fix."""
 
+import io
+import logging
+
 import pytest
 from support.hub import SECRET, head, offline
 from support.hub_routes import Reply, refusal
@@ -7,6 +10,16 @@ from support.hub_routes import Reply, refusal
 from kconv.checkpoint.hub import fetch_dataset_file
 from kconv.checkpoint.source import resolve
 from kconv.errors import HubRefused, HubUnreachable, NotACheckpoint, OutputFailed
+
+
+@pytest.fixture
+def logged(monkeypatch) -> io.StringIO:
+    """Return what the client's libraries log."""
+    text = io.StringIO()
+    for name in ("", "huggingface_hub", "httpx", "httpcore"):
+        logger = logging.getLogger(name)
+        monkeypatch.setattr(logger, "handlers", [*logger.handlers, logging.StreamHandler(text)])
+    return text
 
 
 def test_what_is_neither_here_nor_on_the_hub_says_both(hub, monkeypatch):
@@ -49,23 +62,23 @@ def test_a_gated_repository_says_where_its_terms_are(hub, monkeypatch, open_, to
     assert "hf auth login" in raised.value.fix
 
 
-def test_a_token_that_is_not_known_is_named_and_not_shown(hub, monkeypatch, caplog):
+def test_a_token_that_is_not_known_is_named_and_not_shown(hub, monkeypatch, logged):
     monkeypatch.setenv("HF_TOKEN", SECRET)
     hub.commit("org/head", head())
     with pytest.raises(HubRefused, match="does not accept the token") as raised:
         resolve("org/head")
     assert "HF_TOKEN" in raised.value.fix
-    assert SECRET not in str(raised.value) + caplog.text
+    assert SECRET not in str(raised.value) + logged.getvalue()
 
 
 @pytest.mark.parametrize("garbled", [SECRET + "\x01", SECRET + "é"])
-def test_a_garbled_token_is_named_and_not_shown(hub, monkeypatch, caplog, garbled):
+def test_a_garbled_token_is_named_and_not_shown(hub, monkeypatch, logged, garbled):
     hub.commit("org/head", head())
     resolve("org/head")
     monkeypatch.setenv("HF_TOKEN", garbled)
     with pytest.raises(HubRefused, match="contains invalid characters") as raised:
         resolve("org/head")
-    assert SECRET not in str(raised.value) + caplog.text
+    assert SECRET not in str(raised.value) + logged.getvalue()
 
 
 def test_a_token_exchange_that_fails_is_named(hub, monkeypatch):
