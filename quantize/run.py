@@ -215,9 +215,12 @@ def make_units(units: Sequence[Unit], place: Workplace, *, inputs: str, jobs: in
             min(jobs, len(units)), mp_context=context, initializer=_start, initargs=(done, os.getpid())
         ) as pool:
             try:
-                with _without_interrupts():
+                # Started so, workers ignore Ctrl-C, at which each would print a traceback; this process ends them.
+                with _at_interrupts(signal.SIG_IGN):
                     futures = [pool.submit(_make, unit, place, inputs) for unit in units]
-                _follow(futures, done, advance)
+                interrupted = threading.Event()
+                with _at_interrupts(lambda *_: interrupted.set()):
+                    _follow(futures, done, advance, interrupted)
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 for worker in active_children():
@@ -231,22 +234,25 @@ def make_units(units: Sequence[Unit], place: Workplace, *, inputs: str, jobs: in
 
 
 @contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Start processes that ignore Ctrl-C, since each would print a traceback; this process handles it and ends them."""
+def _at_interrupts(handler: Any) -> Iterator[None]:
+    """Let a signal handler take Ctrl-C; only the main thread hears of it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def _follow(futures: list[Future[None]], done: Any, advance: Advance) -> None:
+def _follow(futures: list[Future[None]], done: Any, advance: Advance, interrupted: threading.Event) -> None:
     seen, left = 0, set(futures)
     while left:
         ended, left = wait(left, timeout=POLL, return_when=FIRST_COMPLETED)
+        # Not inside of wait, which locks each future: one that stays locked hangs the pool's thread, and the exit.
+        if interrupted.is_set():
+            raise KeyboardInterrupt
         now = done.value
         advance(now - seen)
         seen = now

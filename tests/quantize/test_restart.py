@@ -141,6 +141,21 @@ def test_ctrl_c_prints_no_workers_tracebacks(forms, tmp_path, when):
     assert not (tmp_path / "out").exists()
 
 
+def test_ctrl_c_ends_no_wait_that_holds_the_futures(forms, plan, tmp_path, monkeypatch):
+    """Such a future stayed locked, and the process never ended."""
+    wait, whole = run.wait, []
+
+    def interrupted(*args, **options):
+        signal.raise_signal(signal.SIGINT)
+        whole.append(wait(*args, **options))
+        return whole[-1]
+
+    monkeypatch.setattr(run, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        quantize(plan(forms("int4"), shard=SHARD), tmp_path / "out", jobs=2)
+    assert len(whole) == 1 and not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 def test_killed_at_random_and_restarted_it_makes_the_same_bytes(forms, quiet, tmp_path):
     moments = random.Random(0)
