@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from ..bench.acceptance import AcceptanceFile
 from ..bench.tables import NOT_STATED
@@ -20,6 +19,7 @@ from ..drafters.eagle3 import EAGLE3
 from ..engines.layout import Layout
 from ..engines.registry import layouts
 from ..escape import markdown
+from ..strict import adapter
 from ..validate.report import Report
 from .facts import SUBCARDS, Facts, question
 from .licenses import LICENSES, UNNAMED, License, LicenseText
@@ -27,11 +27,6 @@ from .licenses import LICENSES, UNNAMED, License, LicenseText
 CONFIG = "config.json"
 # Facts that a converted head's files know better than its publisher, who described the head before.
 MEASURED = {"architecture.attention", "architecture.parameters", "architecture.tensor_type", "runtime.engines"}
-
-
-@cache
-def _adapter(spec: type[Spec]) -> TypeAdapter[Any]:
-    return TypeAdapter(spec)
 
 
 @dataclass(frozen=True)
@@ -70,7 +65,7 @@ class Evidence:
         if self.manifest is None or self._layout is None:
             return None
         try:
-            return _adapter(self.drafter.spec).validate_python(self.manifest.spec)
+            return adapter(self.drafter.spec).validate_python(self.manifest.spec)
         except ValidationError as fault:
             raise mismatch(
                 MANIFEST, f"its spec describes no {self.drafter.title}: {find_wrong(fault)}", AGAIN

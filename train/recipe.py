@@ -6,12 +6,11 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
-from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from ..checkpoint.schema import MAX_YAML, Wrong, line_of, no_such_key, parse_yaml, read_bounded, wrong_value
 from ..drafters.base import Spec
@@ -20,6 +19,7 @@ from ..drafters.eagle3 import is_parallel
 from ..drafters.rope_keys import read_rope
 from ..drafters.spec import Gqa, HeadSpec, Linear, Llama3, Mla, Norms, Rope, Tokens, Yarn
 from ..errors import RecipeInvalid
+from ..strict import adapter
 from ..targets.config import TargetConfig
 from .dflash_recipe import DFlashRecipe, DSparkRecipe
 from .drafter_recipe import (
@@ -197,11 +197,6 @@ RECIPES: Mapping[str, type[DrafterRecipe]] = {"eagle3": EagleRecipe, "dflash": D
 """The families that can be trained, by the word for each in a recipe (`drafter`), and their recipes."""
 
 
-@cache
-def _adapter(kind: type[DrafterRecipe]) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
-
-
 # pydantic's name for each alternative of a choice, in an error's location.
 CHOICES = {one.__name__: one for one in (Gqa, Mla, Yarn, Linear, Llama3)}
 
@@ -248,7 +243,7 @@ def parse_recipe(values: Mapping[str, Any], where: Where | None = None) -> Any:
     """Read a recipe from plain values, e.g. from a YAML file; `where` returns where a key comes from."""
     where, kind = where or _where(values), recipe_type(values)
     try:
-        recipe = _adapter(kind).validate_python(dict(values))
+        recipe = adapter(kind).validate_python(dict(values))
     except ValidationError as fault:
         raise _wrong(kind, fault.errors(), where) from fault
     check_recipe(recipe, where)
@@ -405,7 +400,7 @@ def check_keys(values: Mapping[str, Any]) -> None:
     check_fit(kind.contradictions(values), _where(values))
     try:
         own = {key: value for key, value in values.items() if key not in (*kind.SHORT, "passes")}
-        _adapter(kind).validate_python(own)
+        adapter(kind).validate_python(own)
     except ValidationError as fault:
         # The target, or the head to continue from, states what a recipe leaves out.
         wrong = [one for one in fault.errors() if one["type"] != "missing" or len(one["loc"]) > 1]

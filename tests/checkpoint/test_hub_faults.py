@@ -19,6 +19,8 @@ def logged(monkeypatch) -> io.StringIO:
     for name in ("", "huggingface_hub", "httpx", "httpcore"):
         logger = logging.getLogger(name)
         monkeypatch.setattr(logger, "handlers", [*logger.handlers, logging.StreamHandler(text)])
+        logger.warning("heard %s", name)
+        assert f"heard {name}" in text.getvalue()
     return text
 
 
