@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
@@ -11,7 +9,6 @@ from importlib.metadata import version as read_version
 from itertools import chain
 from pathlib import Path
 from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 from .errors import PluginInvalid
 from .escape import command
@@ -48,6 +45,8 @@ def version_of(name: str) -> str | None:
 @cache
 def sources_digest(*names: str) -> str:
     """Return a digest of the code of some of kconv's packages and files, or of all: other code makes other things."""
+    import hashlib
+
     root = Path(__file__).parent
     of_all = (file.parent for file in root.glob("*/__init__.py")), root.glob("*.py")
     digest = hashlib.sha256()
@@ -64,6 +63,8 @@ def install_command(extra: str) -> str:
     (https://packaging.python.org/en/latest/specifications/direct-url/). So the command names the clone, the file or the
     index that kconv was installed from.
     """
+    from urllib.request import url2pathname  # an HTTP client comes with it, which a start need not load
+
     try:
         found = distribution("kconv")
     except PackageNotFoundError:  # run from its folder, without an installation
@@ -82,6 +83,8 @@ def install_command(extra: str) -> str:
 
 def _origin(found: Distribution) -> tuple[str, bool]:
     """Return the URL that pip installed kconv from ("" for an index), and whether it is an editable installation."""
+    import json
+
     try:
         record = json.loads(found.read_text("direct_url.json") or "{}")
         url, editable = record.get("url", ""), record.get("dir_info", {}).get("editable", False)

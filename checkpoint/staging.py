@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import secrets
 import shutil
 import signal
 import sys
@@ -113,7 +112,7 @@ def make_private(prefix: str) -> tuple[Path, Callable[[], None]]:
 def _make(parent: Path, prefix: str, mode: int = 0o777) -> tuple[Path, int | None]:
     """Create a folder and lock it while this process lives, so that other runs can tell that it is in use."""
     while True:
-        temporary = parent / f"{prefix}{secrets.token_hex(4)}"
+        temporary = parent / f"{prefix}{os.urandom(4).hex()}"
         temporary.mkdir(mode)
         try:
             return temporary, _lock(temporary)
@@ -153,7 +152,7 @@ def write_new(file: Path, text: str | bytes) -> None:
         OutputExists: something exists at `file`; if two runs race, the second gets this too.
         OutputFailed: the disk is full or not writable.
     """
-    beside = file.parent / f"{PARTIAL}{file.name[:40]}-{secrets.token_hex(4)}"
+    beside = file.parent / f"{PARTIAL}{file.name[:40]}-{os.urandom(4).hex()}"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with beside.open("xb") as out:
