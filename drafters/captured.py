@@ -34,6 +34,7 @@ TORCHSPEC_MARK, TORCHSPEC_VERSION = "use_mtp_layernorm", "_torchspec_version"
 
 TRAINER, FOR_VLLM, AS_TRAINED = "trainer", "for vllm", "as trained"
 # Why a list that vLLM reads as inputs may hold outputs.
+FIRST = "it names layer 1, which trainers capture as an output, and vLLM not as an input"
 DOUBTS = {
     TRAINER: "the tensors have the trainer's own names, so these may be layer outputs",
     AS_TRAINED: "from TorchSpec, which counts outputs and adds 1 for vLLM only for kimi_k2 heads",
@@ -195,6 +196,7 @@ def _decide(
 ) -> Captured:
     if hints.captured is not None:
         _ids(hints.captured, "--captured", code="K008")
+        _refuse_inputs(hints, config, nested_config)
         told = _told(hints.captured, hints.captured_are or "outputs", "--captured")
         return _by_word(_agreeing(told, config, nested_config), hints)
     top = _ids(config.get(TOP), in_config(TOP))
@@ -238,6 +240,21 @@ def _decide(
         " of 1, N//2-1, N-4. If the head was trained on others, pass --captured with their 0-based ids.",
         needs=TARGET,
     )
+
+
+def _refuse_inputs(hints: Hints, config: Mapping[str, Any], nested_config: Mapping[str, Any]) -> None:
+    """Refuse vLLM's default inputs that an option gives as outputs, unless the config lists the layers too."""
+    captured = hints.captured
+    if captured is None or hints.captured_are or config.get(IDS) or nested_config.get(IDS):
+        return
+    if captured == _default(default_inputs, captured[-1] + 3, hints.target_layers):
+        raise CapturedUndecided(
+            f"--captured {','.join(map(str, captured))}: these are vLLM's default as layer inputs, and without"
+            " --captured-are they would be outputs",
+            where="--captured",
+            fix="Pass --captured-are inputs (vLLM) or --captured-are outputs (trainers).",
+            needs="--captured-are",
+        )
 
 
 def _told(ids: tuple[int, ...], convention: str, where: str = in_config()) -> Captured:
@@ -322,12 +339,12 @@ def _from_top(
 def _refuse_outputs(top: tuple[int, ...], layers: int | None, saved: str) -> None:
     """Refuse a list that vLLM reads as inputs, if a trainer that counts outputs may have written it."""
     is_default = top == _default(default_outputs, top[-1] + 4, layers)
-    why = "the default as layer outputs" if is_default else DOUBTS.get(saved)
+    why = "the default as layer outputs" if is_default else DOUBTS.get(saved) or (FIRST if 1 in top else None)
     if why is None:
         return
     before = [layer - 1 for layer in top]
     raise CapturedUndecided(
-        f"{TOP} lists {list(top)}: {why}, but vLLM reads them as inputs, so it would take the outputs of {before}",
+        f"{TOP} lists {list(top)}: {why}. vLLM reads them as inputs, so it would take the outputs of {before}",
         where=in_config(TOP),
         fix="Pass --captured-are outputs (trainers) or --captured-are inputs (vLLM).",
         needs="--captured-are",

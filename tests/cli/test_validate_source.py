@@ -60,7 +60,7 @@ def bounded(folder: Path) -> Path:
 TOLD = {
     "inputs": (lightseek, ["--captured-are", "inputs"], {"captured_are": "inputs"}),
     "outputs": (lightseek, ["--captured-are", "outputs"], {"captured_are": "outputs"}),
-    "layers": (silent, ["--captured", "2,4,6"], {"captured": (2, 4, 6)}),
+    "layers": (silent, ["--captured", "2,4,7"], {"captured": (2, 4, 7)}),
     "the residual": (speculators, ["--norm-before-residual", "yes"], {"norm_before_residual": True}),
     "a length that is not stated": (boundless, ["--max-positions", "4096"], {"max_positions": 4096}),
     "another length": (bounded, ["--max-positions", "4096"], {"max_positions": 4096}),

@@ -26,10 +26,9 @@ def config(top=None, nested=None, **eagle):
 
 DECIDED = {
     "the top-level list is vLLM's": (config([2, 30, 58]), Hints(), (1, 29, 57)),
-    "of any length": (config([1, 8, 24, 61]), Hints(), (0, 7, 23, 60)),
+    "of any length": (config([2, 8, 24, 61]), Hints(), (1, 7, 23, 60)),
     "beside the same list nested": (config([2, 30, 58], [2, 30, 58]), Hints(), (1, 29, 57)),
     "beside the outputs nested": (config([2, 30, 58], [1, 29, 57]), Hints(), (1, 29, 57)),
-    "[1, 29, 57] of a deeper target is no default": (config([1, 29, 57]), Hints(target_layers=80), (0, 28, 56)),
     "stated inputs at the top": (config([1, 29, 57]) | {STATED: "layer_inputs"}, Hints(), (0, 28, 56)),
     "stated inputs at the top, and told so": (
         config([1, 29, 57]) | {STATED: "layer_inputs"},
@@ -86,6 +85,10 @@ def test_decided(found, hints, outputs):
 
 UNDECIDED = {
     "absent": (config(), Hints()),
+    "trainers' default for a shallower target, there": (config([1, 29, 57]), Hints(target_layers=80)),
+    "with 1 where vLLM looks for inputs": (config([1, 8, 24]), Hints(target_layers=61)),
+    "vLLM's default, told without saying what it counts": (config(), Hints(captured=(2, 30, 58))),
+    "the same for the target's depth": (config(), Hints(captured=(2, 30, 58), target_layers=61)),
     "[2, 30, 58], vLLM's default for 61 layers": (config(nested=[2, 30, 58]), Hints()),
     "[2, 30, 58] with ModelOpt's marks": (config(nested=[2, 30, 58], **MARKS), Hints()),
     "[2, 30, 58] with the target's depth": (config(nested=[2, 30, 58], **MARKS), Hints(target_layers=61)),
@@ -109,8 +112,8 @@ def test_refused_until_told(found, hints):
         decide(found, hints)
     assert "--captured" in caught.value.fix
     lists = (found.get(TOP), found.get("eagle_config", {}).get(TOP))
-    told = tuple(next((ids for ids in lists if ids), (3, 9)))
-    assert decide(found, Hints(captured=told)).ids == told
+    told = tuple(next((ids for ids in lists if ids), hints.captured or (3, 9)))
+    assert decide(found, Hints(captured=told, captured_are="outputs")).ids == told
 
 
 INVALID = {
