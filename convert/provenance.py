@@ -105,9 +105,13 @@ class Origin:
 
     @property
     def overruled(self) -> list[str]:
-        """The fields of the spec that the user's options changed from what the head's own files say."""
+        """The fields of the spec that the user's options read differently from what the head's own files say.
+
+        --max-positions sets a limit for serving, and is no other reading.
+        """
         alone: Spec = self.alone.spec
-        return [name for name, value in vars(alone).items() if getattr(self.recorded.spec, name) != value]
+        changed = [name for name, value in vars(alone).items() if getattr(self.recorded.spec, name) != value]
+        return [name for name in changed if name != "max_positions"]
 
 
 def made_from(output: Source) -> Manifest | None:

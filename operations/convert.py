@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..checkpoint.manifest import Manifest
     from ..convert.attention.swap import Kind
     from ..convert.plan import Plan
-    from ..drafters.base import Spec
+    from ..convert.read import Head
     from ..measure.retention import Retention
 
 # Options that only an attention conversion reads.
@@ -205,14 +205,20 @@ class Convert(Reading, AttentionOptions):
         options = WriteOptions(find_shapes(target) if target else None, self.drop_shared, self._rounded())
         head = self.open_headers(context, self.head)
         planned = plan(head, layout_for(self.to, head.drafter), options)
-        self._compare_positions(context, planned.spec)
+        self._compare_positions(context, head)
         return planned
 
-    def _compare_positions(self, context: Context, spec: Spec) -> None:
-        """Say that the target's context is longer than the head states, which is its maker's word and is kept."""
-        target = self.target_config(context)
-        if target is None or self.max_positions is not None:
+    def _compare_positions(self, context: Context, head: Head) -> None:
+        """Say how the head's context differs from what it could be served with."""
+        if self.max_positions is not None:
+            stated = head.checkpoint.config.get("max_position_embeddings")
+            if isinstance(stated, int) and self.max_positions < stated:
+                context.log(f"max_position_embeddings: {self.max_positions}, as given; the head states {stated}")
             return
+        target = self.target_config(context)
+        if target is None:
+            return
+        spec = head.spec
         if (within := spec.rope.within(target.max_positions)) > spec.max_positions:
             context.log(
                 f"max_position_embeddings: {spec.max_positions}, as the head states, but the target has"
@@ -269,7 +275,7 @@ class Convert(Reading, AttentionOptions):
         head = self.open(context, self.head)
         head = replace(head, read=replace(head.read, measured=measured))
         decided = plan(head, layout, WriteOptions(shared, self.drop_shared, self._rounded()))
-        self._compare_positions(context, decided.spec)
+        self._compare_positions(context, head)
         with context.bytes("converting", sum(step.size for step in decided.steps)) as advance:
             return Converted(self.out, execute(decided, Path(self.out), advance))
 
@@ -296,7 +302,7 @@ class Convert(Reading, AttentionOptions):
             raise RequestInvalid("--device cuda: torch finds no CUDA device here", fix="Remove --device.")
         head = self.open(context, self.head)
         layout = layout_for(self.to, head.drafter)
-        self._compare_positions(context, head.spec)
+        self._compare_positions(context, head)
         with (Context() if self.heal == 0 else context).steps("healing") as healed:
             manifest, kept = convert_attention(
                 head, layout, Path(self.out), kind, request, target, states, say=context.log, progress=healed
