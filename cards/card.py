@@ -101,9 +101,9 @@ def gather(
             _refuse_foreign(evidence, head)
     targets = find_texts([target]) if target else ()
     stated = facts.license.target or (targets[0].license.id if targets else None)
+    # The target's folder shows which license it has, or its name, or a text that the user names.
     given, theirs = given_texts(license_files, facts.license.id, of_target(stated, facts.base_model))
-    # The target's folder shows which license it has, or a text that the user names.
-    if stated or any(text.license == theirs for text in given):
+    if theirs:
         own = facts.license.model_copy(update={"target": theirs.id if theirs else None})
         facts = facts.model_copy(update={"license": own})
     source = source or (_stated_source(manifest) if manifest else folder)

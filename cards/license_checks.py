@@ -153,14 +153,18 @@ def _target(folder: LicensedFolder) -> Iterator[Found]:
         return
     copied = folder.manifest.parameters_by_origin.copied_from_target if folder.manifest else 0
     severity = None if copied else "warning"
-    why = f"holds {copied:,} of its target's parameters" if copied else "was trained on its target's answers"
+    own = f"the folder holds {copied:,} of the target's parameters"
+    why = own if copied else "the head was trained on its target's answers"
     text = folder.text_of(license)
     if text is None:
-        message = f"the head {why}, but the target's license is not in the folder"
+        message = f"{why}, but the target's license is not in the folder"
         yield Found(license.file, message, severity=severity)
     elif license.id in HELD_BY and copyright_in(text.text) is None:
         message = "the target's license lacks its copyright line"
         yield Found(text.origin.name, message, COMPLETE, severity=severity)
+    if license.notice and license.notice not in folder.notice.splitlines():
+        message = f'it lacks the line "{license.notice}", which the target\'s license requires'
+        yield Found(NOTICE, message, AGAIN, severity=severity)
     name = attribution_in(text.text) if text else folder.facts.license.attribution
     if license.attribution and (not name or f'"{name}"' not in folder.notice):
         said = f'"{name}"' if name else "the name that the target's license requires"

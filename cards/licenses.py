@@ -61,7 +61,9 @@ class License:
     attribution: bool = False
 
 
+# Publishers whose models are all under one license, and whose models' names tell the license's version.
 MOONSHOT = re.compile(r"moonshotai/.+", re.IGNORECASE)
+META = re.compile(r"meta-llama/(?:meta-)?llama-(?P<number>\d(?:\.\d)?)-.+", re.IGNORECASE)
 PERMISSION = r"permission is hereby granted, free of charge"
 # The clause of Modified MIT names a product, a different one for each of Moonshot's models.
 DISPLAY = re.compile(r"prominently display \"(?P<name>[^\"]+)\" on the user interface")
@@ -216,8 +218,12 @@ def find(name: str) -> License | None:
 
 
 def of_target(stated: str | None, target: str | None) -> License | None:
-    """Return a target's license: by its stated id, else that of all of Moonshot AI's models; None if unknown."""
-    return LICENSES[stated or "modified-mit"] if stated or MOONSHOT.fullmatch(target or "") else None
+    """Return a target's license: by its stated id, else that of Moonshot AI's or Meta's models; None if unknown."""
+    if stated:
+        return LICENSES[stated]
+    if MOONSHOT.fullmatch(target or ""):
+        return LICENSES["modified-mit"]
+    return LICENSES.get(f"llama{found['number']}") if (found := META.fullmatch(target or "")) else None
 
 
 def recognise(text: str) -> License | None:
@@ -404,10 +410,9 @@ def _read_named(file: Path, own: License | None) -> LicenseText:
     if text and license is None and own and not own.marks and own.id != UNNAMED:
         license = own  # kconv knows no wording of it, so the user's word counts
     if license is None:
+        unread = f"{file.name} cannot be read as text" if file.exists() else f"there is no file {file}"
         raise LicenseUnknown(
-            f"{file.name} is not the text of a license that kconv knows"
-            if text
-            else f"{file.name} cannot be read as text",
+            f"{file.name} is not the text of a license that kconv knows" if text else unread,
             where=file,
             fix="Pass the whole text, and name its license with --license if kconv cannot know its wording.",
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,9 +59,19 @@ class Check(Rule[Candidate]):
 
     Attributes:
         allowable: whether --allow may let it pass.
+        asked_of: whether a candidate is one that it asks anything of. What was not asked did not pass.
     """
 
     allowable: bool = True
+    asked_of: Callable[[Candidate], bool] = lambda _: True
+
+
+def _drafts(candidate: Candidate) -> bool:
+    return not is_target(candidate.manifest)
+
+
+def _has_acceptance(candidate: Candidate) -> bool:
+    return bool(candidate.acceptance)
 
 
 def _manifest(candidate: Candidate) -> Iterator[Found]:
@@ -150,8 +160,7 @@ def _nothing_lost(candidate: Candidate) -> Iterator[Found]:
 
 
 def _floor_named(candidate: Candidate) -> Iterator[Found]:
-    # A target drafts nothing: its perplexity counts instead, see P107.
-    if candidate.floor is None and not is_target(candidate.manifest):
+    if candidate.floor is None:
         yield Found("min_acceptance", "no minimum acceptance is stated for this head")
 
 
@@ -169,7 +178,7 @@ def _floor_reached(candidate: Candidate) -> Iterator[Found]:
 
 
 def _loss(candidate: Candidate) -> Iterator[Found]:
-    if (floor := candidate.floor) is None or is_target(candidate.manifest):
+    if (floor := candidate.floor) is None:
         return
     if (report := candidate.report) and candidate.manifest.exact and report.figures.identical:
         return
@@ -300,6 +309,8 @@ CHECKS = (
         "A floor is stated, with its metric, suite, target, temperature, K and prompts.",
         "Put min_acceptance into the recipe, or pass --min-acceptance with its options.",
         _floor_named,
+        # A target drafts nothing: its perplexity counts instead, see P107.
+        asked_of=_drafts,
     ),
     Check(
         "P109",
@@ -308,6 +319,7 @@ CHECKS = (
         "The acceptance reaches the floor.",
         "Train longer, or measure with kconv bench.",
         _floor_reached,
+        asked_of=_drafts,
     ),
     Check(
         "P110",
@@ -316,6 +328,7 @@ CHECKS = (
         "The loss of acceptance against the source is within the limit.",
         VALIDATE,
         _loss,
+        asked_of=_drafts,
     ),
     Check(
         "P111",
@@ -325,6 +338,7 @@ CHECKS = (
         "Run kconv bench on this folder.",
         _acceptance_of_these,
         allowable=False,
+        asked_of=_has_acceptance,
     ),
     Check(
         "P112",
@@ -333,6 +347,7 @@ CHECKS = (
         "The acceptance states its weights.",
         "Run kconv bench with the head's files.",
         _acceptance_says,
+        asked_of=_has_acceptance,
     ),
     Check(
         "P113",
@@ -378,13 +393,14 @@ def judge(candidate: Candidate) -> list[Finding]:
     if broken:
         return broken
     with naming_originals(candidate.folder, candidate.origin, {}):
-        found = [finding for check in CHECKS for finding in check.findings(candidate)]
+        found = [finding for check in CHECKS if check.asked_of(candidate) for finding in check.findings(candidate)]
         return [*found, *check_folder(candidate.folder, candidate.facts)]
 
 
-def every_check() -> tuple[Rule[Any], ...]:
-    """Return the checks of a release, in the order in which they are made."""
-    return (MANIFEST_HOLDS, *CHECKS, *LICENSE_CHECKS.values())
+def checks_of(candidate: Candidate) -> tuple[Rule[Any], ...]:
+    """Return the checks that are asked of a candidate, in the order in which they are made."""
+    asked = [check for check in CHECKS if check.asked_of(candidate)]
+    return (MANIFEST_HOLDS, *asked, *LICENSE_CHECKS.values())
 
 
 def allowable() -> frozenset[str]:

@@ -21,7 +21,7 @@ from ...rule import Rule
 from ...validate.report import Finding
 from ..facts import read_facts
 from .floor import read_floor, recipe_facts, stated_floor
-from .gate import Allowance, allowable, every_check, judge, let_pass, record_exceptions
+from .gate import Allowance, allowable, checks_of, judge, let_pass, record_exceptions
 from .options import MAIN, PublishOptions
 from .release import Candidate, Upload, digest_release, open_candidate, uploads
 from .remote import Remote, RepositoryState, differing, read_back, same, surplus, writing
@@ -32,9 +32,10 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx")
 
 @dataclass(frozen=True)
 class ApprovedRelease:
-    """A candidate that passed the checks: its files, all findings, and the allowed ones."""
+    """A candidate that passed the checks: its files, the checks that were made, all findings, and the allowed ones."""
 
     files: tuple[Upload, ...]
+    asked: tuple[Rule[Any], ...]
     findings: tuple[Finding, ...]
     passed: tuple[tuple[Finding, Allowance], ...]
 
@@ -42,7 +43,7 @@ class ApprovedRelease:
     def checks(self) -> tuple[Rule[Any], ...]:
         """The release checks that found nothing."""
         failed = {finding.rule for finding in self.findings}
-        return tuple(check for check in every_check() if check.id not in failed)
+        return tuple(check for check in self.asked if check.id not in failed)
 
     @property
     def digest(self) -> str:
@@ -117,7 +118,7 @@ def prepare(candidate: Candidate, allowances: Sequence[Allowance] = ()) -> Appro
     findings = judge(candidate)
     passed = let_pass(findings, allowances)
     files = uploads(candidate, record_exceptions(candidate.card, passed))
-    return ApprovedRelease(files, tuple(findings), tuple(passed))
+    return ApprovedRelease(files, checks_of(candidate), tuple(findings), tuple(passed))
 
 
 def preview(release: ApprovedRelease, to: PublishOptions, say: Say) -> Published:

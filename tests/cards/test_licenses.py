@@ -11,6 +11,7 @@ from support.releases import APACHE, KIMI, MIT, NVIDIA
 from kconv.cards.card import gather, make_card, write
 from kconv.cards.facts import Facts, LicenseFacts
 from kconv.cards.license_checks import check_folder
+from kconv.cards.licenses import of_target
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import Parameters, read_manifest, write_manifest
 from kconv.convert.execute import execute
@@ -169,6 +170,30 @@ def test_l5_a_llama_license_needs_its_text_and_its_notice(output):
     assert OF_META in (output / "NOTICE").read_text().splitlines()
     (output / "NOTICE").write_text("mine")
     assert ("error", "L5", "NOTICE") in found(output, facts)
+
+
+@pytest.mark.parametrize(
+    ("target", "license"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama3.1"),
+        ("meta-llama/Meta-Llama-3-8B", "llama3"),
+        ("meta-llama/Llama-4-Scout-17B-16E", "llama4"),
+        ("moonshotai/Kimi-K2.6", "modified-mit"),
+        ("meta-llama/Llama-9-8B", None),
+        ("someone/Llama-3.1-8B", None),
+    ],
+)
+def test_a_publishers_license_is_known_by_the_targets_name(target, license):
+    found = of_target(None, target)
+    assert (found and found.id) == license
+
+
+def test_l3_a_llama_target_wants_its_line_in_the_notice(output):
+    facts = FACTS.model_copy(update={"base_model": "meta-llama/Llama-3.1-8B", "license": LicenseFacts(id="mit")})
+    make(output, facts, with_target=False)
+    assert OF_META in (output / "NOTICE").read_text().splitlines()
+    (output / "NOTICE").write_text(NOTICE)
+    assert ("warning", "L3", "NOTICE") in found(output, facts)
 
 
 @pytest.mark.parametrize(

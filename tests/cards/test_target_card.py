@@ -16,7 +16,7 @@ from support.quantized_targets import make_form
 
 from kconv.cards.card import gather, make_card
 from kconv.cards.facts import Facts
-from kconv.cards.publish.gate import judge
+from kconv.cards.publish.gate import checks_of, judge
 from kconv.cards.publish.release import open_candidate
 from kconv.cards.target_card import lost
 from kconv.checkpoint.manifest import FileRecord
@@ -82,6 +82,8 @@ def gate(folder: Path) -> set[str]:
 
 def test_the_gate_asks_for_noise_and_perplexity_and_for_no_acceptance(release):
     found = gate(release)
+    asked = {check.id for check in checks_of(open_candidate(release, None, (), None))}
+    assert {"P101", "P107"} <= asked and not asked & {"P108", "P109", "P110", "P111", "P112"}
     # One prompt has no standard error, and a license was not named: what is left to say is the license's.
     assert not found & {"P101", "P102", "P103", "P104", "P105", "P106", "P108", "P109", "P110", "P113", "P114", "P115"}
 

@@ -187,7 +187,7 @@ def test_licenses_are_fetched_from_the_hub(head, tmp_path, hub):
         (("--license", "llama3.1.1"), "no license 'llama3.1.1'; did you mean llama3.1"),
         (("--facts", "nowhere.yaml"), "there is no facts file nowhere.yaml"),
         (("--acceptance", "nowhere.json"), "there is no nowhere.json"),
-        (("--license-file", "nowhere"), "cannot be read as text"),
+        (("--license-file", "nowhere"), "there is no file nowhere"),
     ],
 )
 def test_bad_input_is_named_and_nothing_written(head, arguments, what):
