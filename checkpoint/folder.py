@@ -138,10 +138,11 @@ def list_names(folder: Path) -> set[str]:
     try:
         return {entry.name for entry in folder.iterdir()}
     except OSError as fault:
-        raise _no_folder(folder, fault) from fault
+        raise no_folder(folder, fault) from fault
 
 
-def _no_folder(path: Path, fault: OSError) -> NotACheckpoint:
+def no_folder(path: Path, fault: OSError) -> NotACheckpoint:
+    """Return the error for a path that is no folder, with the most similar folder beside it."""
     if isinstance(fault, NotADirectoryError) and path.is_file():
         for mark, (what, fix) in OTHERS.items():
             if path.name.endswith(mark):

@@ -335,7 +335,9 @@ def _check_files(manifest: Manifest, folder: Path, look: Look) -> None:
     sizes = (record for record in manifest.files if not record.fits(folder / record.name))
     digests = (record for record in manifest.files if not _holds(folder / record.name, record, look))
     for record in chain(sizes, digests):
-        raise mismatch(folder / record.name, "its bytes differ from those that kconv wrote", AGAIN)
+        file = folder / record.name
+        why = "its bytes differ from those that kconv wrote" if file.exists() else "the file is missing"
+        raise mismatch(file, why, AGAIN)
     recorded = {record.name for record in manifest.files}
     for file in sorted(folder.iterdir()):
         if file.name not in recorded and any(file.match(pattern) for pattern in READ_BY_ENGINES):

@@ -11,7 +11,7 @@ from typing import Protocol
 from urllib.parse import unquote
 
 from ..errors import NotACheckpoint, readable
-from .folder import Checkpoint, locate, open_checkpoint
+from .folder import Checkpoint, locate, no_folder, open_checkpoint
 from .header import TensorInfo
 
 # A segment starts with a letter or a digit, so that ./head and ../head are paths.
@@ -149,11 +149,11 @@ def resolve(name: str) -> Source:
         name: a path, or a hub id org/name or org/name@revision, also as the URL of its page; a path that exists wins.
 
     Returns:
-        A folder, or a repository at the revision's current commit. A name that is neither an existing
-        path nor formed like a hub id becomes a folder; opening it raises the error.
+        A folder, or a repository at the revision's current commit.
 
     Raises:
-        NotACheckpoint: the name is empty, or an address of something else than a model on the Hub.
+        NotACheckpoint: the name is empty, an address of something else than a model on the Hub, or neither a path
+            that exists nor a hub id; or it is formed like one, but its first part is a folder here.
         HubRefused: the Hub has no such repository or revision, or does not show it to this account.
         HubUnreachable: the Hub cannot be reached, and its local cache does not know the revision either.
     """
@@ -166,7 +166,11 @@ def resolve(name: str) -> Source:
             fix="Give a checkpoint folder or a Hub id org/name.",
         )
     if hub_id is None:
-        return Folder(Path(name))
+        raise no_folder(Path(name), FileNotFoundError())
+    if meant == name and hub_id["revision"] is None and os.path.lexists(Path(name).parent):
+        error = no_folder(Path(name), FileNotFoundError())
+        error.fix = f"{error.fix} If you mean the Hub's {name}, write {name}@main."
+        raise error
     # Imported here: huggingface_hub takes some tenths of a second, which a local path should not cost.
     from .hub import resolve_repo
 

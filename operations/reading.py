@@ -287,7 +287,9 @@ def refuse_existing_output(out: str | None, source: str | None = None) -> None:
         return
     if source is not None and os.path.lexists(out) and os.path.realpath(out) == os.path.realpath(source):
         raise RequestInvalid(
-            f"{out} is the source itself, which kconv does not change", where="OUT", fix="Choose another name for OUT."
+            f"{out} is the source itself, which kconv does not change",
+            where="OUT",
+            fix="The source comes first, and OUT last: choose another name for OUT.",
         )
     refuse_existing(Path(out))
     if source is not None and Path(os.path.realpath(out)).is_relative_to(os.path.realpath(source)):

@@ -19,6 +19,8 @@ from .stream import Workplace
 
 # Files that are written again, or describe only the source's weights.
 NOT_COPIED = ("config.json", INDEX, SIDE_FILE, MANIFEST, "README.md", ".gitattributes")
+# Records of a training or an evaluation of the source, by the end of their names.
+RECORDS = ("training.json", "trainer_state.json", "_results.json")
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 # Config blocks of another quantization, which a reader would believe.
 STALE = (CONFIG_KEY, "compression_config")
@@ -54,7 +56,7 @@ def copied_files(source: Path) -> list[Path]:
     return sorted(
         file
         for file in source.iterdir()
-        if file.is_file() and file.name not in NOT_COPIED and not file.name.endswith(WEIGHTS)
+        if file.is_file() and file.name not in NOT_COPIED and not file.name.endswith((*WEIGHTS, *RECORDS))
     )
 
 

@@ -88,8 +88,9 @@ def test_a_file_that_is_not_the_recorded_one_is_found(root, name, how):
             file.mkdir()
         case "a loop":
             file.symlink_to(file)
-    with pytest.raises(ManifestMismatch):
+    with pytest.raises(ManifestMismatch) as caught:
         verify(root / "out")
+    assert ("the file is missing" in caught.value.what) == (how in ("removed", "a loop"))
 
 
 ADDED = (

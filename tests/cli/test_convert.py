@@ -230,6 +230,7 @@ def test_in_a_locale_without_utf8_a_path_is_written_and_named_in_it(head, tmp_pa
         assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert json.loads((report / "report.json").read_text(encoding="utf-8"))["subject"] == out.name
     # An error within a report too, and one that ends the command.
+    (out / "gone").mkdir()
     gone = run("validate", out / "gone", "--json", **plain)
     assert gone.returncode == 1 and json.loads(gone.stdout)["subject"] == str(out / "gone")
 
