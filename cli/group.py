@@ -80,7 +80,9 @@ OTHER_OPTIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("--seq-len", "--max-length"), ("--set seq=N",)),
     **dict.fromkeys(("--data", "--dataset", "--prompts"), ("--prompts", "--data", "--suite", "--text")),
     **dict.fromkeys(("--engine", "--backend"), ("--for", "--engine")),
-    **dict.fromkeys(("--model", "--model-path", "--base-model", "--verifier"), ("--target", "--base-model")),
+    **dict.fromkeys(
+        ("--model", "--model-path", "--base-model", "--verifier"), ("--target", "--base-model", "TARGET", "HEAD")
+    ),
     **dict.fromkeys(("--draft", "--drafter", "--draft-model", "--speculative-draft-model-path"), ("--head", "HEAD")),
     **dict.fromkeys(("-k", "--k", "--num-speculative-tokens", "--num-draft-tokens"), ("--draft-tokens",)),
     **dict.fromkeys(("--layer-ids", "--aux-layers", "--aux-hidden-state-layers"), ("--captured",)),
@@ -129,11 +131,11 @@ class Command(click.Command):
             raise click.MissingParameter(said, error.ctx, error.param) from error
         except click.NoSuchOption as error:
             own = {name for param in self.params for name in param.opts}
+            usage = " ".join(super().collect_usage_pieces(ctx)[1:])
             for meant in OTHER_OPTIONS.get(error.option_name, ()):
                 if meant.partition(" ")[0] in own:
                     raise _no_option(error, f"Did you mean {meant}?") from error
                 if meant.lower() in self.about:
-                    usage = " ".join(super().collect_usage_pieces(ctx)[1:])
                     raise _no_option(error, f"{meant} is an argument: {ctx.command_path} {usage}") from error
             if "options" in self.about:
                 raise _no_option(error, self.about["options"]) from error

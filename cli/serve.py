@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..engines import registry
-from ..errors import EngineFailed, LayoutCannot
+from ..errors import EngineFailed, LayoutCannot, RequestInvalid
 from ..escape import command
 from .complete import complete_value
 from .group import Command
@@ -96,7 +96,7 @@ def serve(
     name, revision = aimed.served
     deployment = Deployment(name, str(folder), served.spec, own_code, steps=draft_tokens, revision=revision)
     assert chosen.launch is not None
-    # The user's own options stand last, so that they decide.
+    _refuse_repeated(options, chosen.launch.command(deployment))
     words = [*chosen.launch.adapted(chosen.launch.command(deployment), Path(python)), *options]
     if as_json:
         print_json({"engine": chosen.name, "command": words})
@@ -106,6 +106,23 @@ def serve(
     echo(command(words), err=not dry_run)
     if not dry_run:
         _give_way(words, Path(python), chosen)
+
+
+def _refuse_repeated(options: tuple[str, ...], words: list[str]) -> None:
+    """Refuse an engine's option that kconv sets; a second one would change what was checked.
+
+    Raises:
+        RequestInvalid: an option is one of the command's own, or a part of one (--speculative-config of vLLM).
+    """
+    own = {word.partition("=")[0] for word in words if word.startswith("--")}
+    for option in options:
+        name = option.partition("=")[0].replace("_", "-")
+        if name.startswith("--") and any(one == name or one.startswith(f"{name}.") for one in own):
+            raise RequestInvalid(
+                f"kconv sets {name} itself, as the head needs it",
+                where=option,
+                fix="Remove it. To choose otherwise, start from the command of --dry-run.",
+            )
 
 
 def _give_way(words: list[str], python: Path, engine: Engine) -> None:
@@ -152,9 +169,20 @@ def _choose(head: Head, name: str | None, python: Path, *, starts: bool) -> Engi
         raise LayoutCannot(
             f"{what} the layout {head.layout.name}",
             where=head.checkpoint.folder,
-            fix=f"Follow {told[0].launch.file}, which kconv to-{told[0].name} writes beside the head."
-            if told and told[0].launch
-            else "Convert the head first (kconv to-vllm, kconv to-sglang).",
+            fix=" ".join(
+                [
+                    *(
+                        f"Follow {one.launch.file}, which kconv to-{one.name} writes beside the head."
+                        for one in told
+                        if one.launch
+                    ),
+                    *(
+                        ["To start another engine, convert the head first (kconv to-vllm, kconv to-sglang)."]
+                        if not name or not told
+                        else []
+                    ),
+                ]
+            ),
         )
     refused: EngineFailed | None = None
     for one in able if starts else ():

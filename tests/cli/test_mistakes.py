@@ -94,6 +94,7 @@ CHANGED: dict[str, Callable[[Path], object]] = {
     "blank": lambda head: (head / "config.json").write_text(""),
     "vocab": _config(vocab_size=100),
     "nan": _nan,
+    "first": _config(eagle_aux_hidden_state_layer_ids=[1, 4, 7], aux_hidden_state_layer_ids_are=None),
 }
 
 
@@ -140,6 +141,13 @@ ABSENT = (
 # A name, the command in the folder, its exit code, and what the message has to name.
 MISTAKES: list[tuple[str, str, int, tuple[str, ...]]] = [
     ("a wrong path", "inspect haed", 1, ("haed",)),
+    ("a wrong path beside a folder of that name", "inspect cache/haed", 1,
+     ("there is no folder cache/haed", "write cache/haed@main")),
+    ("vLLM's default layers", "to-vllm silent out --target-layers 32 --captured 2,16,29", 1,
+     ("--captured-are inputs",)),
+    ("a list with layer 1 for vLLM, and a target", "to-vllm first out --target target", 1,
+     ("it names layer 1", "--captured-are outputs")),
+    ("a model by an option", "quantize --model head out", 2, ("TARGET is an argument",)),
     ("a bare name", "inspect Kimi-K2.6-Eagle3", 1, ("Kimi-K2.6-Eagle3", "org/name")),
     ("a hub id without network", "inspect org/head", 1, ("org/head",)),
     ("a weight file", "inspect head/model.safetensors", 1, ("model.safetensors", "folder")),

@@ -103,6 +103,15 @@ def test_a_head_that_kconv_starts_no_engine_with_has_no_such_line(folders, name,
     assert ("FAIL" in shown or "PASS" in shown) and "next:" not in shown
 
 
+@pytest.mark.parametrize("option", ["--speculative-config.model=other", "--speculative_config", "--speculative-config"])
+def test_an_option_that_kconv_sets_cannot_be_given_again(folders, option):
+    head, target, _ = folders("gqa, vllm", "vllm")
+    done = CliRunner().invoke(main, ["serve", str(head), "--target", str(target), "--dry-run", "--", option, "x"])
+    assert done.exit_code == 1 and "kconv sets --speculative-config" in done.stderr and option in done.stderr
+    beside = ["--", "--speculative-config.disable_by_batch_size", "8"]
+    assert CliRunner().invoke(main, ["serve", str(head), "--target", str(target), "--dry-run", *beside]).exit_code == 0
+
+
 def test_a_broken_head_is_not_served(folders):
     head, target, python = folders("gqa, vllm", "vllm")
     tensors = load_file(head / "model.safetensors")
