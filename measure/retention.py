@@ -18,6 +18,9 @@ MIN_RETENTION = 0.97
 # Greedy acceptance is yes or no at each position, so its share is known less exactly: a loss within this many standard
 # errors does not count.
 GREEDY_SIGMAS = 2.0
+# A share known less exactly than this, or than the allowed loss, says nothing about that loss. Chance alone moves short
+# texts by less than a percent.
+LEAST_LOSS = 0.01
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,12 @@ def check_retention(figures: Retention, least: float, instead: str = "") -> None
     Raises:
         ConversionInaccurate: it retains less.
     """
+    if not figures.kept_error <= max(1 - least, LEAST_LOSS):
+        raise ConversionInaccurate(
+            f"the head retains {figures.kept:.2%} ± {figures.kept_error:.2%} of {figures.against} acceptance length on "
+            f"{figures.sequences} held-out sequences, which is too uncertain to tell a loss of {1 - least:.2%}",
+            fix="Use more text for --prompts or --states.",
+        )
     # In this order, since NaN does not compare as less either.
     if not figures.kept >= least:
         raise _keeps_too_little(figures, "", figures.kept, figures.kept_error, least, instead)

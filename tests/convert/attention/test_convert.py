@@ -129,6 +129,14 @@ def test_a_loss_above_the_guard_is_refused_with_the_figure(gqa, states):
         assert fault.value.fix.startswith("Calibrating") and "--min-retention" not in fault.value.fix
 
 
+@pytest.mark.parametrize("error", [0.04, float("nan")])
+def test_a_share_that_is_less_certain_than_the_allowed_loss_is_refused(gqa, states, error):
+    figures = replace(compare(gqa, gqa, states), kept=0.99, kept_error=error)
+    with pytest.raises(ConversionInaccurate, match=r"too uncertain to tell a loss of 3\.00%"):
+        check_retention(figures, 0.97)
+    check_retention(replace(figures, kept_error=0.029), 0.97)
+
+
 def test_more_healing_is_named_where_healing_helped(gqa, states, monkeypatch):
     def refuse() -> str:
         with pytest.raises(ConversionInaccurate) as fault:
