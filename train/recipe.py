@@ -459,7 +459,17 @@ def complete(
             where=where(("batches",)),
             fix="Lower batches or batch, or use more data.",
         )
-    return replace(recipe, warmup=min(recipe.warmup, recipe.steps // 10)) if "warmup" not in stated else recipe
+    # The recipes that come with kconv are for long runs.
+    of_kconv = isinstance(values, Stated) and values.name in NAMES and "warmup" not in values.settings
+    if of_kconv or "warmup" not in stated:
+        return replace(recipe, warmup=min(recipe.warmup, recipe.steps // 10))
+    if recipe.warmup >= recipe.steps:
+        raise RecipeInvalid(
+            f"the rate would rise for {recipe.warmup:,} steps, but the run has {recipe.steps:,}",
+            where=where(("warmup",)),
+            fix="Lower warmup, or use more data or passes.",
+        )
+    return recipe
 
 
 def _check_start(kind: type[DrafterRecipe], spec: Spec, target: TargetConfig) -> None:

@@ -94,6 +94,19 @@ def test_a_recipe_that_cannot_be_is_refused(kimi, changes, message):
         complete(read_recipe_file("eagle3-mla") | changes, kimi, ROWS)
 
 
+@pytest.mark.parametrize("rows", [100, 3_000, ROWS])
+def test_kconvs_own_recipes_warm_up_for_a_tenth_of_a_short_run(kimi, rows):
+    recipe = complete(read_recipe_file("eagle3-mla"), kimi, rows)
+    assert recipe.warmup == min(500, recipe.steps // 10)
+    assert complete(read_recipe_file("eagle3-mla") | {"warmup": 9}, kimi, rows).warmup == 9
+
+
+def test_a_stated_warmup_that_never_ends_is_refused(kimi):
+    with pytest.raises(RecipeInvalid, match="rise for 600 steps, but the run has 600") as fault:
+        complete(read_recipe_file("eagle3-mla") | {"warmup": 600, "steps": 600}, kimi, ROWS)
+    assert fault.value.where == "--set warmup"
+
+
 def test_the_example_recipe_makes_the_demos_head_on_more_text(tiny_target):
     example = Path(__file__).parent.parent.parent / "examples" / "tiny-eagle3-mla.yaml"
     recipe = complete(read_recipe_file(str(example)), read_target_config(tiny_target), ROWS)
