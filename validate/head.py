@@ -112,7 +112,7 @@ def _check(
     if measured_on is None:
         findings += _not_verified(rules)
     provenance = _about(rules, source, options, target)
-    identical, measured, told = None, (), None
+    identical, measured, told, gains = None, (), None, ()
     still_open = _still_open(rules)
     if rules.head is None:
         if measured_on is not None and (assumed := _assume(rules)) is not None:
@@ -144,15 +144,16 @@ def _check(
 
         before = source.alone if source else None
         found = measure_parity(rules.head, before, options, measured_on, prompts, say, still_open)
-        measured, told = found.measured, found.readings
+        measured, told, gains = found.measured, found.readings, found.gains
         findings += found.findings
         provenance |= found.provenance
     all_figures = figures(identical, measured)
     if told is not None:
-        from .readings import decide_readings, judge_readings
+        from .readings import decide_readings, judge_mistakes, judge_readings
 
         decided = decide_readings(told, still_open)
         findings += judge_readings(told, decided)
+        findings += judge_mistakes(gains, told.behind(0, decided.winner)[0] if decided.beaten else 0.0)
         all_figures = all_figures.model_copy(update={"readings": told.figures(), "decided": decided})
     if options.asks_engine and target is not None and prompts is not None:
         from .engines.check import check_engine

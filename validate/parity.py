@@ -35,13 +35,13 @@ from ..targets.modelopt_states import open_modelopt_states
 from ..targets.states import RECORD, StatesFolder, StoredStates, open_states, read_record
 from .options import ValidateOptions
 from .readings import (
+    Gain,
     Reading,
     ReadingsMeasured,
     TargetsOwn,
     choose_text,
     find_layers,
     find_readings,
-    judge_mistakes,
     measure_mistakes,
     measure_readings,
 )
@@ -98,11 +98,20 @@ APPROXIMATE: tuple[Action, ...] = ("converted", "quantized")
 
 @dataclass(frozen=True)
 class ParityFound:
-    """The measurements, one entry per text, how they were made, and the findings about the head."""
+    """The measurements of a head.
+
+    Attributes:
+        measured: one entry per text.
+        provenance: how they were made.
+        readings: of its other readings.
+        gains: from undoing known mistakes.
+        findings: about the head in its own reading.
+    """
 
     measured: tuple[Measured, ...]
     provenance: dict[str, object]
     readings: ReadingsMeasured | None = None
+    gains: tuple[Gain, ...] = ()
     findings: tuple[Finding, ...] = ()
 
 
@@ -241,7 +250,7 @@ def _measure(bench: _Bench, options: ValidateOptions, about: dict[str, object], 
             )
         )
     findings = list(judge_baselines([row for one in measured for row in one.acceptance]))
-    output = heads["output"]
+    output, gains = heads["output"], []
     if "source" in heads:
         findings += _judge_approximation(bench, options.min_retention, measured)
     # With a source too: it shows that nothing was lost, but not that it was right. Only Eagle3's mistakes are known.
@@ -249,11 +258,10 @@ def _measure(bench: _Bench, options: ValidateOptions, about: dict[str, object], 
         say("measuring the head with known mistakes undone")
         known = [one.spec for one in bench.readings]
         gains = measure_mistakes(output, bench.texts, bench.run, bench.layers, steps, targets_own(bench.config), known)
-        findings += judge_mistakes(gains)
         about = about | {"readings": len(gains)}
     say("measuring other readings of the head")
     told = measure_readings(choose_text(bench.texts), bench.run, bench.layers, steps, heads["output"], bench.readings)
-    return ParityFound(tuple(measured), about, told, tuple(findings))
+    return ParityFound(tuple(measured), about, told, tuple(gains), tuple(findings))
 
 
 def targets_own(config: TargetConfig) -> TargetsOwn:

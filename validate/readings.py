@@ -478,9 +478,14 @@ def measure_mistakes(
     return gains(PROBED, lambda: best, LEAST)
 
 
-def judge_mistakes(gains: Sequence[Gain]) -> Iterator[Finding]:
-    """Yield a finding if undoing a mistake raises the head's acceptance; the greatest gain names the error."""
-    clear = [gain for gain in gains if gain.is_clear]
+def judge_mistakes(gains: Sequence[Gain], otherwise: float = 0.0) -> Iterator[Finding]:
+    """Yield a finding if undoing a mistake raises the head's acceptance; the greatest gain names the error.
+
+    Args:
+        gains: from undoing each of them.
+        otherwise: what another reading of the head gains. A mistake that gains no more only comes close to it.
+    """
+    clear = [gain for gain in gains if gain.is_clear and gain.gained > otherwise]
     faults = [gain for gain in clear if gain.is_fault]
     # The target's statement needs no guess, though another reading may gain the same by coming close to it. And a scale
     # that compensates half of an error elsewhere is not the error, nor is a swap that does.

@@ -37,6 +37,7 @@ from kconv.train.recipe import TEST_GQA
 from kconv.train.run import head_key, train_head
 from kconv.validate.options import ValidateOptions
 from kconv.validate.parity import ParityFound, measure_parity
+from kconv.validate.readings import judge_mistakes
 from kconv.validate.structure import check_source
 
 SPEC = HeadSpec(
@@ -286,5 +287,7 @@ def test_a_fault_that_its_source_has_too_is_found_beside_the_source(run, trained
     assert not check_source(output, source)
     found = run(output, source, states=states)
     assert {row.parity.kl for row in found.measured if row.parity} == {0}
-    errors = [(finding.rule, finding.where) for finding in found.findings if finding.severity != "note"]
+    errors = [
+        (one.rule, one.where) for one in (*found.findings, *judge_mistakes(found.gains)) if one.severity != "note"
+    ]
     assert errors == ([("K364", where)] if fault else [])

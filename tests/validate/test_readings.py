@@ -225,6 +225,13 @@ def test_a_fault_is_named_though_an_undertrained_head_gains_more_from_a_strength
     assert finding.rule == "K364" and fault.name in finding.message
 
 
+def test_a_mistake_that_only_comes_close_to_another_reading_is_not_named_beside_it():
+    fault = FAULTY_GAINS["an order"]
+    assert list(judge_mistakes([fault], fault.gained)) == []
+    (finding,) = judge_mistakes([fault], fault.gained / 2)
+    assert finding.rule == "K364"
+
+
 def test_norms_without_values_of_their_own_are_held_against_their_strength():
     """A norm of equal weights that is swapped or moved by one is only stronger or weaker."""
     slots = random_slots(MLA)
