@@ -169,8 +169,9 @@ def check_amount(shapes: Sequence[tuple[int, int]], parts: Sequence[Part], spec:
         )
     if not {"choose", "held-out"} <= set(parts):
         raise CalibrationInvalid(
-            f"the text makes {len(shapes)} batches, none of which is held out for measuring: at least {PARTS} prompts "
-            "are needed, and every tenth of them must together have the tokens of a text",
+            f"there is too little text to keep a part of it for measuring: {len(shapes)} batch"
+            f"{'es' * (len(shapes) != 1)}. At least {PARTS} prompts are needed; every tenth is kept, and these must fill "
+            "a batch",
             where=name,
             fix="Use more text: --states of more prompts, or more --prompts, or a shorter --context.",
         )

@@ -228,7 +228,7 @@ def _refuse_other_layers(output: Head, source: Origin) -> None:
         raise PromptsInvalid(
             f"the source reads layers {source.recorded.spec.captured}, but this head reads {output.spec.captured}",
             where=output.checkpoint.folder,
-            fix="Correct the captured layers of one of them (--captured-are), then compare again.",
+            fix="Convert the source again; or, if its list is wrong, correct that in its config.json first.",
         )
 
 

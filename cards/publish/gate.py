@@ -257,7 +257,10 @@ MANIFEST_HOLDS = Check(
     _manifest,
     allowable=False,
 )
-VALIDATE = "Run kconv validate on this folder, with --source, --target and --prompts."
+VALIDATE = (
+    "Run kconv validate on this folder, with --source, --target, --prompts and --out REPORT, and pass --report"
+    " REPORT/report.json."
+)
 CHECKS = (
     Check(
         "P102",

@@ -230,8 +230,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "positions-short",
         "warning",
         "The head's table of angles is shorter than its target's context. TensorRT-LLM reads past its end, and SGLang"
-        " does not start. With YaRN, vLLM's V2 runner reads past it too in 0.32; from 0.33 on, it lowers max_model_len"
-        " to the head's and says so only in its log.",
+        " does not start. With YaRN, vLLM's V2 runner reads past it too in vLLM 0.32; from vLLM 0.33 on, it lowers"
+        " max_model_len to the head's and says so only in its log.",
         fix="Serve no longer context than the head's, or raise max_position_embeddings to what its RoPE was trained"
         " for.",
         seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/configs/model_config.py#L1295-L1316",
