@@ -170,7 +170,7 @@ def check_amount(shapes: Sequence[tuple[int, int]], parts: Sequence[Part], spec:
     if not {"choose", "held-out"} <= set(parts):
         raise CalibrationInvalid(
             f"there is too little text to keep a part of it for measuring: {len(shapes)} batch"
-            f"{'es' * (len(shapes) != 1)}. At least {PARTS} prompts are needed; every tenth is kept, and these must fill "
+            f"{'es' * (len(shapes) != 1)}, at least {PARTS} prompts are needed, and every tenth must together fill "
             "a batch",
             where=name,
             fix="Use more text: --states of more prompts, or more --prompts, or a shorter --context.",
