@@ -21,7 +21,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.overrides import TorchFunctionMode
-from transformers.masking_utils import create_causal_mask
 
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import Checkpoint, open_checkpoint
@@ -31,12 +30,12 @@ from ..checkpoint.staging import refuse_existing, writing
 from ..checkpoint.tensors import TORCH, read_rows
 from ..errors import InputScalesInvalid, OutputFailed, TargetInvalid
 from ..targets.config import TargetConfig, read_target_config
-from ..targets.model import build_target, check_tensors, fill, refuse_other_family
+from ..targets.model import EXPERTS, build_target, check_tensors, fill, refuse_by_layers
 from ..targets.prompts import read_prompts
 from ..targets.tokenizer import load_tokenizer
 from ..targets.weights import stored_weights
 from .calibration import CalibrationPrompts, TargetCalibration, identify, write_calibration
-from .experts import ExpertsOneByOne, describe_memory, must_part, run_together
+from .experts import ExpertsOneByOne, describe_memory, must_part, refuse_other_experts, run_together
 
 Advance = Callable[[int, int], None]
 # Tokens to which each prompt is cut.
@@ -171,8 +170,8 @@ class Layers:
     """
 
     def __init__(self, target: Checkpoint, config: TargetConfig, dtype: torch.dtype) -> None:
-        refuse_other_family(config, "calibrated")
         self._stored, self._config, self._dtype = stored_weights(target, config), config, dtype
+        refuse_by_layers(config, self._stored)
         self._embedding = target.tensors[config.embed_tokens]
         self._parted = must_part(self._stored, config, dtype, target.folder)
         self.memory = describe_memory(self._stored, config, dtype, self._parted)
@@ -182,8 +181,15 @@ class Layers:
         # inputs.
         model.config._experts_implementation = "eager"
         check_tensors(model, target, config, self._stored)
+        self._decoder, self._norm = model.model, model.model.norm
+        self._layers = list(model.model.layers)
+        for layer in self._layers if self._parted else ():
+            refuse_other_experts(layer, target.folder)
+        # The decoder itself then says what it would give to each layer: masks and positions, each layer's own.
+        self._asked = [_Asked(layer) for layer in self._layers]
+        self._decoder.layers, self._decoder.norm = torch.nn.ModuleList(self._asked), torch.nn.Identity()
         # Built again, since the model's own frequencies are on the meta device.
-        self._model, self._rotary = model, type(model.model.rotary_emb)(model.config)
+        self._decoder.rotary_emb = type(model.model.rotary_emb)(model.config)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the first layer's input of a text, [1, T, hidden].
@@ -208,21 +214,33 @@ class Layers:
             hidden: the input of the first layer, [1, T, hidden] for each text; replaced by each layer's output.
             watching: returns the observer of a layer's linear layers, by the layer's name.
         """
-        for i, layer in list(enumerate(self._model.model.layers))[first:]:
-            base = f"model.layers.{i}"
-            watch = watching(base)
+        for i in range(first, len(self._layers)):
+            watch = watching(f"model.layers.{i}")
             # torch.no_grad() must not span a yield: it would apply to the caller's code too.
-            self._run_layer(layer, base, hidden, watch)
+            self._run_layer(i, hidden, watch)
             yield i, watch
 
     @torch.no_grad()
-    def _run_layer(self, layer: Any, base: str, hidden: list[torch.Tensor], watch: LayerLinears) -> None:
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the last layer's output, [..., hidden], as lm_head takes it."""
+        with _resident(self._norm):
+            fill(self._norm.state_dict(prefix="model.norm."), self._stored, self._config.prefix)
+            return self._norm(hidden)
+
+    @torch.no_grad()
+    def _run_layer(self, i: int, hidden: list[torch.Tensor], watch: LayerLinears) -> None:
+        layer: Any = self._layers[i]
+        base = f"model.layers.{i}"
         parts = self._parted and hasattr(layer.mlp, "experts")
         if parts:
             count, name = len(layer.mlp.experts.gate_up_proj), f"{base}.mlp.experts"
             watch.expect({f"{name}.{fused}": _experts(name, count, fused) for fused in FUSED})
             layer.mlp.experts = ExpertsOneByOne(
-                self._stored, self._config.prefix + name, self._dtype, lambda which, x: watch.see(f"{name}.{which}", x)
+                layer.mlp.experts,
+                self._stored,
+                self._config.prefix + name,
+                self._dtype,
+                lambda which, x: watch.see(f"{name}.{which}", x),
             )
         with _resident(layer):
             state = layer.state_dict(prefix=f"{base}.")
@@ -230,10 +248,39 @@ class Layers:
             watch.place(state)
             with watch:
                 if parts:
-                    hidden[:] = run_together(layer, hidden, partial(_attend, layer, self._model.config, self._rotary))
+                    hidden[:] = run_together(layer, hidden, partial(self._run_text, i))
                     return
                 for j, states in enumerate(hidden):
-                    hidden[j] = _run(layer, states, self._model.config, self._rotary)
+                    hidden[j] = self._run_text(i, states)
+
+    def _run_text(self, i: int, states: torch.Tensor) -> torch.Tensor:
+        found = self._layers[i](states, **self._given(i, states))
+        return found[0] if isinstance(found, tuple) else found
+
+    def _given(self, i: int, states: torch.Tensor) -> dict[str, Any]:
+        """Return what the decoder gives to a layer besides the states, [1, T, hidden]."""
+        self._decoder(inputs_embeds=states, use_cache=False)
+        return self._asked[i].given
+
+
+class _Asked(torch.nn.Module):
+    """Stands for a layer, notes what it is given, and changes nothing."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.given: dict[str, Any] = {}
+        self._layer = (layer,)  # in a tuple, so that its weights are not this module's
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the layer, such as its kind of attention, by which a decoder chooses a mask."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._layer[0], name)
+
+    def forward(self, hidden_states: torch.Tensor, **given: Any) -> torch.Tensor:
+        self.given = given
+        return hidden_states
 
 
 @contextmanager
@@ -243,23 +290,6 @@ def _resident(layer: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         layer.to("meta")
-
-
-def _run(layer: Any, states: torch.Tensor, config: Any, rotary: torch.nn.Module) -> torch.Tensor:
-    return layer(states, use_cache=False, **_placed(states, config, rotary))
-
-
-def _attend(layer: Any, config: Any, rotary: torch.nn.Module, states: torch.Tensor) -> torch.Tensor:
-    return layer.self_attn(hidden_states=states, use_cache=False, **_placed(states, config, rotary))[0]
-
-
-def _placed(states: torch.Tensor, config: Any, rotary: torch.nn.Module) -> dict[str, Any]:
-    positions = torch.arange(states.shape[1]).unsqueeze(0)
-    mask = create_causal_mask(
-        config=config, inputs_embeds=states, attention_mask=None, past_key_values=None, position_ids=positions
-    )
-    turned = rotary(states, position_ids=positions)
-    return {"attention_mask": mask, "position_ids": positions, "position_embeddings": turned}
 
 
 def _experts(base: str, count: int, fused: str) -> tuple[str, ...]:
@@ -284,7 +314,7 @@ class LayerLinears(TorchFunctionMode):
         """Record where the layer's tensors are in memory, by their names."""
         for name, tensor in state.items():
             base, _, last = name.rpartition(".")
-            if tensor.dim() == 3:
+            if EXPERTS.fullmatch(name):
                 self.groups[name] = _experts(base, len(tensor), last)
                 self._places |= {expert.data_ptr(): name for expert in tensor}
             elif tensor.dim() == 2 and base.endswith(("_proj", "_proj_with_mqa")):

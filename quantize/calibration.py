@@ -177,7 +177,7 @@ def check_amax(name: str, amax: float) -> None:
 def check_norms(amaxes: Mapping[str, float], target: Checkpoint, config: TargetConfig) -> None:
     """Raise InputScalesInvalid for an amax beyond what the norm before the module can output."""
     named = {f"{config.prefix}{name}": amax for name, amax in amaxes.items()}
-    for beyond in beyond_norms(named, target.tensors):
+    for beyond in beyond_norms(named, target.tensors, config.model_type):
         name = beyond.module.removeprefix(config.prefix)
         norm = beyond.norm.removeprefix(config.prefix)
         raise InputScalesInvalid(
@@ -187,14 +187,22 @@ def check_norms(amaxes: Mapping[str, float], target: Checkpoint, config: TargetC
         )
 
 
+# Where a norm follows the MLP, the one after the attention is no module's input (OLMo 2).
+AFTER_ATTENTION, AFTER_MLP = "post_attention_layernorm", "post_feedforward_layernorm"
 # The norm in the same layer whose output a module reads, by the last part of the module's name. o_proj and down_proj
 # have none.
 NORMS = {
     **dict.fromkeys(("q_proj", "q_a_proj", "kv_a_proj_with_mqa"), "input_layernorm"),
     "q_b_proj": "self_attn.q_a_layernorm",
     "kv_b_proj": "self_attn.kv_a_layernorm",
-    **dict.fromkeys(("gate_proj", "up_proj"), "post_attention_layernorm"),
+    **dict.fromkeys(("gate_proj", "up_proj"), AFTER_ATTENTION),
 }
+# Model types whose norms multiply by 1 plus their weight:
+# https://github.com/huggingface/transformers/blob/v5.14.1/src/transformers/models/qwen3_next/modeling_qwen3_next.py#L166
+LESS_ONE = (
+    "gemma", "gemma2", "gemma3_text", "minimax_m3_vl_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next",
+    "recurrent_gemma", "vaultgemma",
+)  # fmt: skip
 # For two roundings to bf16 on the way, of 2^-8 each.
 SLACK = 1.02
 # The end is looked at first, once, and not behind each number of a long name.
@@ -211,7 +219,7 @@ class Beyond:
     bound: float
 
 
-def beyond_norms(amaxes: Mapping[str, float], tensors: Mapping[str, TensorInfo]) -> Iterator[Beyond]:
+def beyond_norms(amaxes: Mapping[str, float], tensors: Mapping[str, TensorInfo], model_type: str) -> Iterator[Beyond]:
     """Yield the modules, named as in the target, whose amax exceeds what the norm before them can output.
 
     RMSNorm of n numbers outputs at most sqrt(n) times its largest weight, when all numbers but one are zero. Modules
@@ -222,10 +230,11 @@ def beyond_norms(amaxes: Mapping[str, float], tensors: Mapping[str, TensorInfo])
         found = MODULE.fullmatch(module)
         norm = f"{found['layer']}.{NORMS[found['last']]}" if found and found["last"] in NORMS else ""
         info = tensors.get(f"{norm}.weight")
-        if info is None:
+        after = norm.endswith(AFTER_ATTENTION) and f"{norm.removesuffix(AFTER_ATTENTION)}{AFTER_MLP}.weight" in tensors
+        if info is None or after:
             continue
         if norm not in bounds:
-            weight = read_tensor(info).float()
+            weight = read_tensor(info).float() + (model_type in LESS_ONE)
             bounds[norm] = float(weight.abs().max()) * weight.numel() ** 0.5
         if amax > SLACK * bounds[norm]:
             yield Beyond(module, amax, norm, bounds[norm])

@@ -7,7 +7,8 @@ holds one expert at a time: the tokens of all texts go through the layer togethe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import psutil
@@ -76,12 +77,14 @@ class ExpertsOneByOne(torch.nn.Module):
     """Routed experts of a layer, each read when its tokens come; replaces transformers' own module.
 
     Args:
+        own: transformers' module, of which only the activation function is kept.
         base: the experts' name on disk, e.g. "model.layers.3.mlp.experts".
         see: called with each input; the groups are `base` with ".gate_up_proj" and ".down_proj".
     """
 
-    def __init__(self, stored: Mapping[str, StoredWeight], base: str, dtype: torch.dtype, see: See) -> None:
+    def __init__(self, own: Any, stored: Mapping[str, StoredWeight], base: str, dtype: torch.dtype, see: See) -> None:
         super().__init__()
+        self._activate = own.act_fn
         self._stored, self._base, self._dtype, self._see = stored, base, dtype, see
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -92,7 +95,7 @@ class ExpertsOneByOne(torch.nn.Module):
             # Experts without tokens are not read.
             gate, up, down = (self._weight(expert, name) for name in ("gate_proj", "up_proj", "down_proj"))
             x = self._see("gate_up_proj", hidden_states[rows])
-            x = self._see("down_proj", F.silu(F.linear(x, gate)) * F.linear(x, up))
+            x = self._see("down_proj", self._activate(F.linear(x, gate)) * F.linear(x, up))
             total.index_add_(0, rows, (F.linear(x, down) * top_k_weights[rows, place, None]).to(total.dtype))
         return total
 
@@ -100,9 +103,54 @@ class ExpertsOneByOne(torch.nn.Module):
         return self._stored[f"{self._base}.{expert}.{name}.weight"].read().to(self._dtype)
 
 
-def run_together(layer: Any, hidden: Sequence[Tensor], attend: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Run a layer over several texts, `[1, T, hidden]` each; their tokens go through its MLP together."""
-    between = [states + attend(layer.input_layernorm(states)) for states in hidden]
-    normed = torch.cat([layer.post_attention_layernorm(states) for states in between], dim=1)
-    mixed = layer.mlp(normed).split([states.shape[1] for states in hidden], dim=1)
-    return [states + own for states, own in zip(between, mixed, strict=True)]
+def refuse_other_experts(layer: torch.nn.Module, where: object) -> None:
+    """Refuse a layer whose experts are not of the form that `ExpertsOneByOne` replaces.
+
+    Raises:
+        TargetTooLarge: they can only be held in memory together.
+    """
+    for name, module in layer.named_modules():
+        if name.rpartition(".")[2] != "experts":
+            continue
+        parameters = {own for own, _ in module.named_parameters()}
+        if name != "mlp.experts" or parameters != {"gate_up_proj", "down_proj"} or not hasattr(module, "act_fn"):
+            known = type(module).__name__
+            raise TargetTooLarge(
+                f"a layer of the target does not fit into memory, and kconv does not read {known} one by one",
+                where=where,
+                fix="Run it on a machine with more memory.",
+            )
+
+
+def run_together(layer: Any, hidden: Sequence[Tensor], run: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Run a layer over several texts, `[1, T, hidden]` each; their tokens go through its MLP together.
+
+    The layer's own forward runs twice, so nothing is assumed of it but that it calls `layer.mlp` once: first for what
+    it gives to the MLP, then with what the MLP returned.
+
+    Args:
+        run: runs the layer over one text.
+    """
+    given: list[Tensor] = []
+
+    def note(states: Tensor) -> Tensor:
+        given.append(states)
+        return torch.zeros_like(states)
+
+    mlp = layer.mlp
+    with _instead_of_mlp(layer, note):
+        for states in hidden:
+            run(states)
+    returned = iter(mlp(torch.cat(given, dim=1)).split([states.shape[1] for states in given], dim=1))
+    with _instead_of_mlp(layer, lambda _: next(returned)):
+        return [run(states) for states in hidden]
+
+
+@contextmanager
+def _instead_of_mlp(layer: Any, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    mlp, layer.mlp = layer.mlp, torch.nn.Module()
+    layer.mlp.forward = forward
+    try:
+        yield
+    finally:
+        layer.mlp = mlp

@@ -25,7 +25,7 @@ from ..checkpoint.values import Scan
 from ..errors import RecipeInvalid, TargetInvalid, TensorMissing, TensorValue
 from ..installed import version
 from ..targets.config import TargetConfig
-from ..targets.model import load_target, refuse_other_family
+from ..targets.model import load_target
 from ..targets.mtp import mtp_roots
 from ..targets.weights import StoredWeight, read_format
 from .calibration import CalibrationPrompts, InputScales
@@ -112,7 +112,6 @@ def quantize_in_memory(
 
     check_disk(out, bytes_needed(plan))
     config, recipe = plan.config, plan.recipe
-    refuse_other_family(config, "quantized by ModelOpt")
     with staged(out) as folder:
         say("loading the target")
         model = load_target(plan.source.folder, TORCH[config.dtype or "BF16"], instead=INSTEAD)

@@ -40,9 +40,6 @@ CausalLM = Any
 # Model types of DeepSeek-V3's class, into which quantized experts are read one by one.
 DEEPSEEKS = ("kimi_k2", "deepseek_v3")
 TIED = ("lm_head.weight",)
-# Model types whose layers kconv runs one by one, each with one causal mask and one rotary embedding: what can be
-# calibrated, quantized by ModelOpt and measured, and so published in NVFP4.
-RUN_BY_LAYERS = (*DEEPSEEKS, "llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe")
 # Text models of multimodal targets that on text equal another class; transformers has no class for them alone.
 AS_CAUSAL = {"qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"}
 # RoPE keys that place images; for a text token all three positions are equal.
@@ -81,26 +78,42 @@ def build_target(config: TargetConfig, dtype: torch.dtype) -> CausalLM:
     return model.eval()
 
 
-def refuse_other_family(config: TargetConfig, what: str) -> None:
-    """Refuse a target whose layers kconv does not run one by one; `what` says what cannot be done, e.g. "calibrated".
+def refuse_by_layers(config: TargetConfig, stored: Mapping[str, StoredWeight]) -> None:
+    """Refuse a target that cannot be run layer by layer between its embedding and its output matrix.
 
     Raises:
-        TargetInvalid: it is of another class, or some of its layers have another kind of attention.
+        TargetInvalid: transformers has no class for it, the class does more than that, or the files hold all experts of
+            a layer in one tensor.
     """
     fix = "Use ModelOpt's own scripts for this target. kconv quantizes it data-free, but cannot measure the result."
-    if config.model_type not in RUN_BY_LAYERS:
-        raise TargetInvalid(
-            f"the target's text model is {config.model_type!r}, but only {', '.join(RUN_BY_LAYERS)} can be {what}",
-            where="config.json: model_type",
-            fix=fix,
-        )
-    kinds = getattr(_class_of(config)[0], "layer_types", None) or ()
-    if other := sorted({kind for kind in kinds if kind != "full_attention"}):
-        raise TargetInvalid(
-            f"some of the target's layers are of the kind {other[0]}, with which it cannot be {what}",
-            where="config.json: layer_types",
-            fix=fix,
-        )
+    place = "config.json: model_type"
+    if fused := next((name for name in stored if EXPERTS.search(name)), ""):
+        what = f"{fused} of this {config.model_type} holds all experts of a layer, so it cannot be run layer by layer"
+        raise TargetInvalid(what, where=place, fix=fix)
+    if config.on_disk("model.") != f"{config.prefix}model.":
+        what = f"this {config.model_type} has its text model at {config.body}, so it cannot be run layer by layer"
+        raise TargetInvalid(what, where=place, fix=fix)
+    # Its class with few tokens and no layers is what surrounds them.
+    few: dict[str, Any] = {"vocab_size": 8, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    small = build_target(replace(config, text=config.text | _without_layers(config) | few), torch.float32)
+    known = type(small).__name__
+    body = getattr(small, "model", None)
+    if other := [name for name in ("embed_tokens", "layers", "norm", "rotary_emb") if not hasattr(body, name)]:
+        what = f"{known} has no model.{other[0]}, so it cannot be run layer by layer"
+        raise TargetInvalid(what, where=place, fix=fix)
+    _refuse_other_logits(small, config)
+    small.model.norm = torch.nn.Identity()
+    ids = torch.arange(few["vocab_size"]).unsqueeze(0)
+    with torch.no_grad():
+        begun = small.model(input_ids=ids, use_cache=False).last_hidden_state
+    if not torch.equal(begun, small.model.embed_tokens.weight[ids]):
+        what = f"{known} changes its embedding before the first layer, so it cannot be run layer by layer"
+        raise TargetInvalid(what, where=place, fix=fix)
+
+
+def _without_layers(config: TargetConfig) -> dict[str, Any]:
+    """Return the config's keys for a model that has no layers."""
+    return {"num_hidden_layers": 0} | ({"layer_types": []} if config.text.get("layer_types") else {})
 
 
 def _class_of(config: TargetConfig) -> tuple[PretrainedConfig, type]:
@@ -398,8 +411,7 @@ def load_ends(ends: Ends, dtype: torch.dtype) -> CausalLM:
         TargetInvalid: the target is of another class, or an end is missing, of a wrong shape, or quantized.
     """
     config = ends.config
-    without = {"num_hidden_layers": 0} | ({"layer_types": []} if config.text.get("layer_types") else {})
-    model = build_target(replace(config, text=config.text | without), dtype)
+    model = build_target(replace(config, text=config.text | _without_layers(config)), dtype)
     for name, own in model.state_dict().items():
         stored = config.lm_head if name == "lm_head.weight" else config.on_disk(name)
         info = ends.tensors.get(stored)

@@ -21,7 +21,6 @@ from ..checkpoint.folder import Checkpoint
 from ..checkpoint.formats import fused_group
 from ..checkpoint.source import Source
 from ..checkpoint.tensors import read_tensor
-from ..drafters.attention import rms_norm
 from ..errors import PromptsInvalid
 from ..measure.figures import PerplexityFigures
 from ..measure.held_out import HeldOut, encode_held_out
@@ -97,12 +96,11 @@ def _run(checkpoint: Checkpoint, texts: Sequence[Sequence[int]]) -> Run:
     hidden = [layers.embed(row) for row in tokens]
     for _ in layers.run(hidden, lambda layer: RoundedInputs(layer, checkpoint, config.prefix)):
         pass
-    norm = read_tensor(checkpoint.tensors[f"{config.prefix}model.norm.weight"]).float()
     lm_head = read_tensor(checkpoint.tensors[config.lm_head]).float()
     losses, likeliest = [], []
     for row, states in zip(tokens, hidden, strict=True):
         # What follows the last token is unknown.
-        logits = F.linear(rms_norm(states[0, :-1], norm, float(config.text["rms_norm_eps"])), lm_head)
+        logits = F.linear(layers.norm(states[0, :-1]), lm_head)
         losses.append(F.cross_entropy(logits, row[1:], reduction="none").double())
         likeliest.append(logits.argmax(-1))
     return Run(losses, likeliest)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from support.families import write_target
 from support.quantized_targets import make_form
 
@@ -12,6 +13,7 @@ from kconv.quantize.plan import QuantizePlan, plan_quantize
 from kconv.quantize.recipe import load_recipe
 from kconv.quantize.run import quantize
 from kconv.targets.config import parse_target_config
+from kconv.targets.weights import stored_weights
 
 
 @pytest.fixture(scope="session")
@@ -55,3 +57,20 @@ def quantized(forms, plan, tmp_path_factory):
         return made[key]
 
     return find
+
+
+@pytest.fixture
+def little_memory(monkeypatch):
+    """Leave so much memory that a layer fits with one expert, and not with all."""
+
+    def leave(folder):
+        from kconv.quantize import experts
+
+        source = open_checkpoint(folder)
+        config = parse_target_config(source.config)
+        whole, one = experts.layer_bytes(stored_weights(source, config), config, torch.float32)
+        assert one < whole
+        free = type("Memory", (), {"available": (whole + one) / 2 / experts.SHARE})
+        monkeypatch.setattr(experts.psutil, "virtual_memory", lambda: free)
+
+    return leave

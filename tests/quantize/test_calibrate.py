@@ -14,7 +14,6 @@ from kconv.quantize.calibrate import calibrate
 from kconv.quantize.calibration import CalibrationPrompts, read_calibration
 from kconv.targets.config import parse_target_config
 from kconv.targets.model import load_target
-from kconv.targets.weights import stored_weights
 
 KIMI = {
     "model_type": "kimi_k2", "hidden_size": 7168, "num_hidden_layers": 61, "vocab_size": 163840,
@@ -86,37 +85,17 @@ def test_a_llama_is_run_by_layers_too(tied, forms, tmp_path):
 
 
 def test_only_one_layer_is_ever_in_memory(forms, monkeypatch):
-    from kconv.quantize import calibrate as module
+    from kconv.quantize.calibrate import Layers
 
-    layers, resident = [], []
-    run_layer = module._run
+    resident, given = [], Layers._given
 
-    def watched(layer, *rest):
-        if layer not in layers:
-            layers.append(layer)
-        resident.append(sum(next(one.parameters()).device.type == "cpu" for one in layers))
-        return run_layer(layer, *rest)
+    def watched(self, i, states):
+        resident.append(sum(next(one.parameters()).device.type == "cpu" for one in self._layers))
+        return given(self, i, states)
 
-    monkeypatch.setattr(module, "_run", watched)
+    monkeypatch.setattr(Layers, "_given", watched)
     run(forms("bf16"), sequences(1))
-    assert len(layers) == 7 and set(resident) == {1}
-
-
-@pytest.fixture
-def little_memory(monkeypatch):
-    """Leave so much memory that a layer fits with one expert, and not with all."""
-
-    def leave(folder):
-        from kconv.quantize import experts
-
-        source = open_checkpoint(folder)
-        config = parse_target_config(source.config)
-        whole, one = experts.layer_bytes(stored_weights(source, config), config, torch.float32)
-        assert one < whole
-        free = type("Memory", (), {"available": (whole + one) / 2 / experts.SHARE})
-        monkeypatch.setattr(experts.psutil, "virtual_memory", lambda: free)
-
-    return leave
+    assert len(resident) == 7 and set(resident) == {1}
 
 
 @pytest.mark.parametrize("form, wrapped", [("bf16", False), ("int4", True)])
@@ -172,18 +151,17 @@ class Stopped(Exception):
 @pytest.fixture
 def stopping(monkeypatch):
     """Return a list of the layers that were run, and a function that says before which the next run stops."""
-    from kconv.quantize import calibrate as module
+    from kconv.quantize.calibrate import Layers
 
-    run_layer, names, limit = module._run, [], [99]
+    given, names, limit = Layers._given, [], [99]
 
-    def watched(layer, *rest):
-        index = layer.self_attn.layer_idx
-        if index >= limit[0]:
+    def watched(self, i, states):
+        if i >= limit[0]:
             raise Stopped
-        names.append(index)
-        return run_layer(layer, *rest)
+        names.append(i)
+        return given(self, i, states)
 
-    monkeypatch.setattr(module, "_run", watched)
+    monkeypatch.setattr(Layers, "_given", watched)
     return names, lambda layer: limit.__setitem__(0, layer)
 
 

@@ -22,12 +22,18 @@ from transformers import (
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
@@ -74,6 +80,26 @@ def _qwen2() -> Any:
     return Qwen2ForCausalLM(Qwen2Config(**{key: value for key, value in DIMS.items() if key != "head_dim"}))
 
 
+def _mistral() -> Any:
+    return MistralForCausalLM(MistralConfig(**DIMS, sliding_window=8))
+
+
+def _olmo2() -> Any:
+    return Olmo2ForCausalLM(Olmo2Config(**{key: value for key, value in DIMS.items() if key != "head_dim"}))
+
+
+def _qwen3_windowed() -> Any:
+    windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}
+    return Qwen3ForCausalLM(Qwen3Config(**DIMS, **windows))
+
+
+def _qwen3_next() -> Any:
+    experts = {"num_experts": 4, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+              "linear_value_head_dim": 16}  # fmt: skip
+    return Qwen3NextForCausalLM(Qwen3NextConfig(**DIMS, **EXPERTS, **experts, **linear))
+
+
 def _glm4_moe() -> Any:
     own = {"n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 64, "first_k_dense_replace": 1}
     # transformers neither runs nor writes MTP layers, and its default promises one.
@@ -96,7 +122,8 @@ def _qwen3_vl() -> Any:
 
 MODELS = {
     "llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3_moe": _qwen3_moe, "glm4_moe": _glm4_moe,
-    "gpt_oss": _gpt_oss, "qwen3_vl": _qwen3_vl,
+    "gpt_oss": _gpt_oss, "qwen3_vl": _qwen3_vl, "mistral": _mistral, "olmo2": _olmo2,
+    "qwen3, windowed": _qwen3_windowed, "qwen3_next": _qwen3_next,
 }  # fmt: skip
 
 

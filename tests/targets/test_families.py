@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.families import LAYERS, MODELS, VOCAB, write_target
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gemma2Config, Gemma2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    CohereConfig,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3TextConfig,
+    GraniteConfig,
+    PhiConfig,
+)
 
+from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.source import Folder
 from kconv.errors import TargetInvalid
-from kconv.targets.config import read_target_config
+from kconv.targets.config import parse_target_config, read_target_config
 from kconv.targets.forward import generate_greedy, run_target
-from kconv.targets.model import RUN_BY_LAYERS, find_ends, load_ends, load_target, refuse_other_family
+from kconv.targets.model import find_ends, load_ends, load_target, refuse_by_layers
+from kconv.targets.weights import stored_weights
 
 CAPTURED = (1, 2, 5)
 
@@ -100,16 +111,30 @@ def test_a_wrapper_that_keeps_its_text_elsewhere_is_told_apart_by_its_type(folde
     assert json.loads((folders["qwen3_vl"] / "config.json").read_text())["model_type"] == "qwen3_vl"
 
 
-@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind not in RUN_BY_LAYERS])
-def test_what_runs_layers_one_by_one_refuses_others_by_name(folders, kind):
-    config = read_target_config(folders[kind])
-    with pytest.raises(TargetInvalid, match=config.model_type) as caught:
-        refuse_other_family(config, "calibrated")
-    assert "kimi_k2" in caught.value.what
+BY_NAME = {"gpt_oss": "holds all experts of a layer", "qwen3_vl": "has its text model at model.language_model."}
 
 
-def test_what_runs_layers_one_by_one_refuses_a_sliding_window_by_name(folders):
-    config = read_target_config(folders["qwen2"])
-    windows = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 3, "layer_types": None}
-    with pytest.raises(TargetInvalid, match="of the kind sliding_attention, with which it cannot be calibrated"):
-        refuse_other_family(replace(config, text=config.text | windows), "calibrated")
+@pytest.mark.parametrize("kind", BY_NAME)
+def test_what_cannot_be_run_layer_by_layer_is_refused_by_name(folders, kind):
+    config, checkpoint = read_target_config(folders[kind]), open_checkpoint(folders[kind])
+    with pytest.raises(TargetInvalid, match=BY_NAME[kind]) as caught:
+        refuse_by_layers(config, stored_weights(checkpoint, config))
+    assert config.model_type in caught.value.what
+
+
+AROUND = {
+    "a scaled embedding": (Gemma3TextConfig, "changes its embedding"),
+    "an embedding times a number": (partial(GraniteConfig, embedding_multiplier=2.0), "changes its embedding"),
+    "other names": (PhiConfig, "has no model.norm"),
+    "capped logits": (partial(CohereConfig, logit_scale=0.1), "scales or caps"),
+    "no class": (None, "no causal language model"),
+}
+
+
+@pytest.mark.parametrize("own, why", AROUND.values(), ids=AROUND)
+def test_what_does_more_around_its_layers_is_refused_by_name(own, why):
+    dims = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}  # fmt: skip
+    config = parse_target_config(own(**dims).to_dict() if own else dims | {"model_type": "new"})
+    with pytest.raises(TargetInvalid, match=why):
+        refuse_by_layers(config, {})

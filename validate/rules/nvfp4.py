@@ -182,7 +182,7 @@ def input_scale_beyond_norm(subject: TargetSubject) -> Iterator[Found]:
         for name, scale in scales.items()
         if scale and scale != DATA_FREE
     }
-    for beyond in beyond_norms(amaxes, subject.tensors):
+    for beyond in beyond_norms(amaxes, subject.tensors, str(subject.text.get("model_type", ""))):
         yield Found(
             f"{beyond.module}.{suffix}",
             f"implies an amax of {beyond.amax:g}, but {beyond.norm} reaches at most {beyond.bound:g}",
