@@ -41,6 +41,10 @@ OF_TARGETS = ("results", "source_results")
 OF_HEADS = ("states", "draft_tokens", "seed", "calibrated_on", "min_retention", "engine", "engine_python", "url")
 SHOWN = 5
 TOO_LARGE = "Get its states from a running vLLM (kconv states --url), and pass them with --states."
+TOO_LARGE_BESIDE_ENGINE = (
+    "Leave out --engine, and pass --states, which kconv states --url gets from a running vLLM. kconv bench --url "
+    "measures the server itself."
+)
 
 
 class Validate(Reading, ValidateOptions):
@@ -280,7 +284,8 @@ class Validate(Reading, ValidateOptions):
         from ..targets.model import check_memory
 
         # Checked before the head and its source are downloaded, which may be large themselves.
-        check_memory(target.open_headers(), torch.float32, instead=TOO_LARGE)
+        instead = TOO_LARGE_BESIDE_ENGINE if self.engine else TOO_LARGE
+        check_memory(target.open_headers(), torch.float32, instead=instead)
         self._refuse_misfit(context)
         return encode_held_out(self.prompts, target, self.text_tokens, trust_remote_code=self.trust_remote_code)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from click.testing import CliRunner
@@ -369,3 +370,12 @@ def test_a_target_that_is_not_whole_is_asked_for_its_embedding_alone(tmp_path):
 def test_an_option_that_would_be_passed_over_is_wrong_usage(good, tmp_path, given, said):
     shown = kconv("validate", good, "--target", tmp_path / "target", *given)
     assert (shown.exit_code == 2 and said in shown.output) if said else "goes with" not in shown.output
+
+
+def test_a_target_that_does_not_fit_into_memory_is_measured_on_its_states(good, tiny_target, tmp_path, monkeypatch):
+    (tmp_path / "texts.jsonl").write_text('{"prompt": "A text that is long enough to draft for."}\n')
+    for name, values in (("virtual_memory", {"available": 0}), ("swap_memory", {"free": 0})):
+        monkeypatch.setattr(psutil, name, lambda values=values: type("Memory", (), values))
+    shown = kconv("validate", good, "--target", tiny_target, "--prompts", tmp_path / "texts.jsonl")
+    assert shown.exit_code == 1
+    assert "the target needs" in shown.output and "pass them with --states" in shown.output
