@@ -119,9 +119,9 @@ class Train(Operation, TrainOptions):
 
     The same command, with the same number of processes, resumes a stopped run from its last checkpoint
     (.NAME.training next to OUT) and ends with the same weights. OUT is ready for kconv to-vllm. It has ModelOpt's
-    layout, an Eagle3 head TensorRT-LLM's, or vLLM's if it is an MLA head with a reduced vocabulary, which TensorRT-LLM
-    cannot load. Its manifest records the training; its folder modelopt has the head as ModelOpt's module, and the
-    curves.
+    layout, an Eagle3 head TensorRT-LLM's, or vLLM's if it is an MLA head that TensorRT-LLM cannot run, with a reduced
+    vocabulary or not in bfloat16. Its manifest records the training; its folder modelopt has the head as ModelOpt's
+    module, and the curves.
 
     --dry-run prints steps, memory, disk and, with --rate, hours. It reads the data only if the recipe does not state
     both steps and batches.

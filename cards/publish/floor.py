@@ -6,11 +6,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar, get_args
+from typing import Annotated, Any, Self, TypeVar, get_args
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
-from ...bench.acceptance import OVERALL, AcceptanceFile, AcceptanceRow, Metric
+from ...bench.acceptance import OVERALL, AcceptanceFile, AcceptanceRow, Metric, suite_name
 from ...checkpoint.schema import MAX_YAML, check_values, find_wrong, parse_yaml, read_bounded
 from ...errors import RecipeInvalid, RequestInvalid
 from ...measure.figures import TextKind
@@ -32,8 +32,8 @@ class Floor(StrictModel):
 
     Attributes:
         metric: as named in acceptance.json.
-        suite: the dataset, as named in acceptance.json; or, for a validation report, the kind of text: "held-out",
-            "sampled" or "greedy".
+        suite: the dataset, as named in acceptance.json, in any of its spellings; for a validation report, the kind of
+            text: "held-out", "sampled" or "greedy".
         category: of the suite; the whole suite if empty.
         target: the target, with its revision, as named in the figure's own file. A report covers only one target, so
             for a kind of text it may be omitted.
@@ -45,7 +45,7 @@ class Floor(StrictModel):
     """
 
     metric: Metric
-    suite: str = Field(min_length=1)
+    suite: Annotated[str, AfterValidator(suite_name)] = Field(min_length=1)
     category: str = OVERALL
     target: str = ""
     temperature: float | None = Field(default=None, ge=0)

@@ -337,7 +337,7 @@ CHECKS = (
         "P111",
         "acceptance-of-these-weights",
         "error",
-        "The acceptance was measured on these weights and this config.json.",
+        "Any acceptance.json was measured on these weights and this config.json.",
         "Run kconv bench on this folder.",
         _acceptance_of_these,
         allowable=False,

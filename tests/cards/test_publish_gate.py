@@ -104,6 +104,8 @@ def test_a_suite_of_an_engine_is_a_floor_too(folder):
     floor = Floor.model_validate(FLOOR | SUITE | {"prompts": 80, "at_least": 2.6})
     assert found(folder, floor) == []
     assert found(folder, floor.model_copy(update={"at_least": 2.62})) == ["P109"]
+    # As kconv bench --suite has it.
+    assert Floor.model_validate(FLOOR | SUITE | {"suite": "mt-bench"}).suite == "MT-Bench"
 
 
 def test_a_reports_target_may_be_named_too(folder):
@@ -260,9 +262,9 @@ def test_a_floor_of_another_name_is_shown_what_was_measured(folder):
     write_acceptance(folder)
     write_acceptance(folder, dataset="GSM8K", prompts=5, temperature=1, whole=False, name="acceptance-1.json")
     write_acceptance(folder, dataset="HumanEval", measured_by="quoted", url="https://x", name="acceptance-2.json")
-    set_floor(folder, **SUITE | {"suite": "mtbench"}, prompts=80)
+    set_floor(folder, **SUITE | {"suite": "mtbench-2"}, prompts=80)
     [told] = [message for message in said(folder) if "not measured" in message]
-    assert "al_incl_bonus on mtbench at K = 3, temperature 0, for org/target@main, over 80 prompts or more" in told
+    assert "al_incl_bonus on mtbench-2 at K = 3, temperature 0, for org/target@main, over 80 prompts or more" in told
     assert "al_incl_bonus on MT-Bench at K = 3, temperature 0, for org/target@main, 80 prompts, whole" in told
     assert "al_incl_bonus on GSM8K at K = 3, temperature 1, for org/target@main, 5 prompts, a part" in told
     assert "al_incl_bonus on sampled at K = 3, 4 prompts" in told
