@@ -26,7 +26,7 @@ def _object(value: Any) -> Any:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise ValueError(f"{value!r} is not a JSON object")
+        raise ValueError(f"""{value!r} is not a JSON object, such as '{{"top_p": 0.9}}'""")
     return found
 
 

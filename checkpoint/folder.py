@@ -127,6 +127,9 @@ def read_json(file: Path) -> dict[str, Any]:
             raise ConfigInvalid(f"{file.name} is {what}", where=file, fix=fix)
     try:
         return parse_object(text)
+    except UnicodeDecodeError as fault:
+        fix = "Save it as UTF-8 (Windows may have saved it as UTF-16), or export it again."
+        raise ConfigInvalid(f"{file.name} is not text in UTF-8", where=file, fix=fix) from fault
     except ValueError as fault:
         why = fault if text.strip() else "it is empty"
         raise ConfigInvalid(

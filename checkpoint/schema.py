@@ -210,6 +210,8 @@ def _no_yaml(text: str | bytes, fault: Exception) -> tuple[str, int | None]:
     if mark is not None and not isinstance(fault, yaml.constructor.ConstructorError):
         held = text.decode(errors="replace") if isinstance(text, bytes) else text
         own = held.splitlines()[mark.line : mark.line + 1]
+        if own and "\t" in own[0][: len(own[0]) - len(own[0].lstrip())]:
+            return f"line {mark.line + 1} is indented by a tab; YAML takes only spaces", mark.line + 1
         shown = f" ({own[0].strip()[:80]})" if own and own[0].strip() else ""
         return f"line {mark.line + 1}{shown} cannot be parsed: check its brackets, quotes, colon and indentation", mark.line + 1  # fmt: skip  # noqa: E501
     if isinstance(fault, yaml.reader.ReaderError):
@@ -357,6 +359,27 @@ def read_lines(file: Path, error: type[KconvError], *, fix: str) -> Iterator[tup
 def no_json(fault: ValueError) -> str:
     """Return why a line is not JSON, without the parser's own count of lines, which is always 1."""
     return f"{fault.msg}: column {fault.colno}" if isinstance(fault, json.JSONDecodeError) else str(fault)
+
+
+def parse_line(line: str) -> dict[str, Any]:
+    """Return the JSON object of a line of a JSONL file.
+
+    Raises:
+        ValueError: it holds none; the message is a phrase that says why.
+    """
+    line = line.strip()
+    try:
+        value = parse_json(line)
+    except ValueError as fault:
+        if line.startswith("[") or line == "{":
+            raise ValueError(_NO_JSONL) from fault
+        raise ValueError(f"it is not JSON: {no_json(fault)}") from fault
+    if not isinstance(value, dict):
+        raise ValueError(_NO_JSONL if isinstance(value, list) else "it is not a JSON object")
+    return value
+
+
+_NO_JSONL = "it begins one JSON text of several lines or objects; write each object on a line of its own, without [ ]"
 
 
 def parse_json(text: str | bytes) -> Any:

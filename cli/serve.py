@@ -84,7 +84,8 @@ def serve(
     checkpoint = context.source(head).open_weights()
     # Its values are read once, by the check.
     served = open_head(checkpoint, None, Hints(), aimed, values=False)
-    chosen = _choose(served, engine, Path(python), starts=not dry_run)
+    # Where an environment is named, the printed command is of its programs.
+    chosen = _choose(served, engine, Path(python), starts=not dry_run or engine_python is not None)
     steps = draft_tokens or served.spec.drafter.draft_tokens(served.spec)
     folder = checkpoint.folder.absolute()
     check_start(Serving(Path(python), Path(target), folder, served.spec, draft_tokens=steps), chosen)
@@ -98,6 +99,8 @@ def serve(
     assert chosen.launch is not None
     _refuse_repeated(options, chosen.launch.command(deployment))
     words = [*chosen.launch.adapted(chosen.launch.command(deployment), Path(python)), *options]
+    if engine_python is not None:
+        words[0] = str(_program(words[0], Path(python), chosen))
     if as_json:
         print_json({"engine": chosen.name, "command": words})
         return
@@ -105,7 +108,11 @@ def serve(
         echo(note, err=True)
     echo(command(words), err=not dry_run)
     if not dry_run:
-        _give_way(words, Path(python), chosen)
+        folder = Path(python).absolute().parent
+        os.environ["PATH"] = os.pathsep.join(filter(None, (str(folder), os.environ.get("PATH"))))
+        # The engine takes this process's place.
+        program = str(_program(words[0], Path(python), chosen))
+        os.execv(program, [program, *words[1:]])
 
 
 def _refuse_repeated(options: tuple[str, ...], words: list[str]) -> None:
@@ -125,22 +132,20 @@ def _refuse_repeated(options: tuple[str, ...], words: list[str]) -> None:
             )
 
 
-def _give_way(words: list[str], python: Path, engine: Engine) -> None:
-    """Let an engine of an environment take this process's place.
+def _program(word: str, python: Path, engine: Engine) -> Path:
+    """Return the program of an environment that a launch command's first word names.
 
     Raises:
-        EngineFailed: the environment lacks its program.
+        EngineFailed: the environment lacks it.
     """
-    folder = python.absolute().parent
-    os.environ["PATH"] = os.pathsep.join(filter(None, (str(folder), os.environ.get("PATH"))))
-    program = python if words[0] == PYTHON else folder / words[0]
+    program = python.absolute() if word == PYTHON else python.absolute().parent / word
     if not program.exists():
         raise EngineFailed(
-            f"{engine.title} is installed there without its program {words[0]}",
+            f"{engine.title} is installed there without its program {word}",
             where=program,
-            fix=f"Install {engine.title} in that environment again, or run the command above where it is.",
+            fix=f"Install {engine.title} in that environment again, or run the command of --dry-run where it is.",
         )
-    os.execv(program, [str(program), *words[1:]])
+    return program
 
 
 def _choose(head: Head, name: str | None, python: Path, *, starts: bool) -> Engine:
@@ -165,25 +170,17 @@ def _choose(head: Head, name: str | None, python: Path, *, starts: bool) -> Engi
     if not able:
         told = [one for one in own if one.launch and one.launch.config]
         who = " and ".join(one.title for one in own)
-        what = f"kconv cannot start {who} with a head in" if own else "no engine reads"
-        raise LayoutCannot(
-            f"{what} the layout {head.layout.name}",
-            where=head.checkpoint.folder,
-            fix=" ".join(
-                [
-                    *(
-                        f"Follow {one.launch.file}, which kconv to-{one.name} writes beside the head."
-                        for one in told
-                        if one.launch
-                    ),
-                    *(
-                        ["To start another engine, convert the head first (kconv to-vllm, kconv to-sglang)."]
-                        if not name or not told
-                        else []
-                    ),
-                ]
-            ),
-        )
+        follow = [
+            f"follow {one.launch.file}, which kconv to-{one.name} writes beside the head" for one in told if one.launch
+        ]
+        layout = f"the layout {head.layout.name}"
+        if name:
+            what = f"kconv cannot start {who} with a head in {layout}"
+        else:
+            what = f"{layout} is read only by {who}, which kconv does not start" if own else f"no engine reads {layout}"
+        convert = [] if name and told else ["convert the head first (kconv to-vllm or kconv to-sglang HEAD OUT)"]
+        fix = "; or ".join([*convert, *follow])
+        raise LayoutCannot(what, where=head.checkpoint.folder, fix=f"{fix[0].upper()}{fix[1:]}.")
     refused: EngineFailed | None = None
     for one in able if starts else ():
         try:
@@ -193,6 +190,8 @@ def _choose(head: Head, name: str | None, python: Path, *, starts: bool) -> Engi
         else:
             return one
     if refused is not None:
-        refused.fix = "Pass the python of an environment that has it (--engine-python), or --dry-run for the command."
+        refused.fix = (
+            "Pass the python of an environment that has it (--engine-python); without, --dry-run prints the command."
+        )
         raise refused
     return able[0]

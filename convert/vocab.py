@@ -38,13 +38,12 @@ from ..drafters.vocab import (
     read_ids,
     target_ids,
 )
-from ..engines import detect
 from ..engines.layout import Layout, stored, unclaimed
 from ..errors import ConfigUnsupported, LayoutCannot, Problem, TargetInvalid, TensorMissing, TensorValue
 from .computed import Computed, chosen_rows, from_integers, spread_rows
 from .config import read_config
 from .plan import Change, Plan, Replaced, SourceTensor, plan_in_place
-from .read import Head, claim_tensors, read_head, read_slot, rows_of, weight_dtype
+from .read import Head, claim_tensors, read, read_head, read_slot, rows_of, weight_dtype
 from .shared import Copies, count_copies
 
 if TYPE_CHECKING:
@@ -165,7 +164,9 @@ def examine(
 
 
 def _layout_of(checkpoint: Checkpoint, layout: Layout | None) -> Layout:
-    found = layout or detect(checkpoint.config, checkpoint.tensors)
+    reading = read(checkpoint, layout=layout, values=False)
+    # What is no head is named as everywhere; another error may not concern the vocabulary.
+    found = reading.layout or reading.sound_head().layout
     refuse_others(found.drafter, "edits the vocabulary of")
     return found
 

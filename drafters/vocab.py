@@ -125,9 +125,10 @@ def keep_most_frequent(counts: np.ndarray, size: int, always: Collection[int]) -
         ConfigInvalid: `size` is too small for `always`, or not below the vocabulary size.
     """
     if not len(always) <= size < counts.size or size < 1:
+        kept = f"{len(always)} special tokens are always kept"
         raise ConfigInvalid(
-            f"a draft vocabulary of {size} tokens cannot be chosen from {counts.size}, "
-            f"because {len(always)} special tokens are always kept",
+            f"a draft vocabulary of {size} tokens cannot be chosen from {counts.size}: "
+            + (f"it is not less than the whole vocabulary of {counts.size}" if size >= counts.size else kept),
             fix=f"Choose a size from {max(len(always), 1)} to {counts.size - 1}.",
         )
     ranked = counts.astype(np.int64)

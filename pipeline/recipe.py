@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 from urllib.parse import quote
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ..cards.facts import Facts
 from ..cards.publish.floor import Floor
@@ -157,7 +157,10 @@ def read_step(values: Any) -> Step:
     if (do := values.get("do")) not in kinds():
         near = get_close_matches(str(do), kinds(), n=1)
         said = f"do is {do!r}, which is not an operation" if "do" in values else "the key `do` is missing"
-        said += f"; did you mean {near[0]}?" if near else f"; use one of {', '.join(kinds())}"
+        if str(do).startswith("to-"):
+            said += f"; write do: convert, and to: {str(do).removeprefix('to-')}"
+        else:
+            said += f"; did you mean {near[0]}?" if near else f"; use one of {', '.join(kinds())}"
         raise WrongValue(Wrong(("do",) if "do" in values else (), said))
     rest = {str(key): value for key, value in values.items() if key != "do"}
     cls = load(do.replace("-", "_"))
@@ -174,6 +177,13 @@ def read_step(values: Any) -> Step:
         raise WrongValue(replace(wrong, what=spell(wrong.what, cls, in_recipe))) from fault
 
 
+def _named(name: str) -> str:
+    if not NAME.fullmatch(name):
+        said = "it must have 1 to 40 of a to z, 0 to 9, '.', '_' and '-', and begin with a letter or a digit"
+        raise ValueError(f"{said}, but is {name[:80]!r}")
+    return name
+
+
 class Release(StrictModel):
     """A release.
 
@@ -186,8 +196,8 @@ class Release(StrictModel):
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
-    # pydantic only searches for an unanchored pattern, but a name becomes a path and a line of a workflow.
-    name: str = Field(pattern=f"^{NAME.pattern}$")
+    # A name becomes a path and a line of a workflow.
+    name: Annotated[str, AfterValidator(_named)]
     min_acceptance: Floor | None = None
     facts: Facts = Facts()
     steps: dict[str, Annotated[Step, BeforeValidator(read_step)]] = Field(min_length=1)
@@ -269,5 +279,5 @@ def parse_release(text: str, *, where: object = "") -> Release:
     values = parse_yaml(
         text, RecipeInvalid, where=where, what="recipe", fix="Correct that line; check the indentation."
     )
-    fix = "Correct it. A step's keys are the options of its command (kconv COMMAND --help)."
+    fix = "Correct it. The keys are name, min_acceptance, facts and steps; a step's are its command's options."
     return check_values(Release, values, RecipeInvalid, where=where, what="recipe", fix=fix, text=text)

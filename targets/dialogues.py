@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint.schema import no_json, parse_json, read_lines
+from ..checkpoint.schema import parse_line, read_lines
 from ..errors import TrainingDataInvalid
 from .prompts import Prompt
 
@@ -92,11 +92,9 @@ def _read_jsonl(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for number, line in read_lines(file, TrainingDataInvalid, fix=fix):
         where = f"{file}:{number}"
         try:
-            row = parse_json(line)
-            if not isinstance(row, dict):
-                raise ValueError("it is not a JSON object")
+            row = parse_line(line)
         except ValueError as fault:
-            raise TrainingDataInvalid(f"this row cannot be read: {no_json(fault)}", where=where, fix=fix) from fault
+            raise TrainingDataInvalid(f"this row cannot be read: {fault}", where=where, fix=fix) from fault
         # What kconv generate writes for a prompt without an answer.
         if "failed" not in row or "messages" in row:
             yield where, row

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..checkpoint.schema import no_json, parse_json, read_lines
+from ..checkpoint.schema import parse_line, read_lines
 from ..errors import PromptsInvalid
 
 # Hex digits of a prompt digest in a trained head's manifest. With 64 bits, a prompt collides with one of a million
@@ -66,11 +66,9 @@ def each_prompt(file: Path) -> Iterator[Prompt]:
 
 def _parse(line: str, number: int, file: Path) -> Prompt:
     try:
-        value = parse_json(line)
+        value = parse_line(line)
     except ValueError as fault:
-        raise _invalid(f"is not JSON: {no_json(fault)}", number, file) from fault
-    if not isinstance(value, dict):
-        raise _invalid("is not a JSON object", number, file)
+        raise _invalid(f"cannot be read: {fault}", number, file) from fault
     if ("prompt" in value) == ("turns" in value):
         held = f", but has {', '.join(value)}"[:80] if value else ""
         raise _invalid(f'needs either "prompt" or "turns"{held}', number, file)

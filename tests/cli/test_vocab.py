@@ -128,6 +128,12 @@ def test_an_output_that_is_there_is_refused_before_anything_is_read(tmp_path):
     assert "already exists" in result.stderr
 
 
+def test_a_target_is_called_one(tiny_target):
+    shown = CliRunner().invoke(main, ["vocab", str(tiny_target)])
+    assert shown.exit_code == 1 and "a whole model, not a draft head" in shown.stderr
+    assert f"{tiny_target}/config.json" in shown.stderr
+
+
 def test_a_fault_writes_nothing(full, tmp_path):
     assert "already" in CliRunner().invoke(main, ["vocab", str(full), "--expand", str(tmp_path / "out")]).stderr
     assert not (tmp_path / "out").exists()

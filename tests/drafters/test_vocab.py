@@ -139,9 +139,12 @@ def test_the_most_frequent_tokens_and_the_special_ones_are_kept(case):
     assert kept == sorted([*always, *others[: size - len(always)]])
 
 
-@pytest.mark.parametrize("size, always", [(0, ()), (8, ()), (9, ()), (2, (0, 1, 7))])
-def test_a_size_that_cannot_be_is_refused(size, always):
-    with pytest.raises(ConfigInvalid, match=f"{size} tokens cannot be chosen from 8"):
+@pytest.mark.parametrize(
+    "size, always, why",
+    [(0, (), ""), (8, (), "not less than"), (9, (), "not less than"), (2, (0, 1, 7), "3 special tokens")],
+)
+def test_a_size_that_cannot_be_is_refused(size, always, why):
+    with pytest.raises(ConfigInvalid, match=f"{size} tokens cannot be chosen from 8: .*{why}"):
         keep_most_frequent(np.ones(8, np.int64), size, always)
 
 

@@ -38,9 +38,10 @@ def test_both_forms_in_one_file(tmp_path):
 @pytest.mark.parametrize(
     ("line", "what"),
     [
-        ("{", "not JSON"),
-        ("[" * 100_000, "not JSON"),
-        ("[]", "not a JSON object"),
+        ("{", "each object on a line of its own"),
+        ("[", "each object on a line of its own"),
+        ('[{"prompt": "a"}]', "each object on a line of its own"),
+        ('{"prompt": "a",', "not JSON: .*: column 16"),
         ('"text"', "not a JSON object"),
         ({"category": "math"}, "either"),
         ({"prompt": "a", "turns": ["a"]}, "either"),

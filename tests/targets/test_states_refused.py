@@ -111,3 +111,9 @@ def test_a_list_that_was_changed_is_refused(copy):
 def test_a_folder_without_a_record_is_refused(tmp_path):
     with pytest.raises(StatesInvalid, match=r"holds no states\.json"):
         open_states(tmp_path)
+
+
+def test_a_file_of_the_folder_is_no_folder(copy):
+    with pytest.raises(StatesInvalid, match="is a file, not a folder") as fault:
+        open_states(copy / RECORD)
+    assert str(copy) in fault.value.fix
