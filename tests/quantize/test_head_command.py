@@ -200,7 +200,7 @@ def test_what_is_refused_leaves_nothing(quantized, states, tiny_target, tmp_path
 
     assert "already quantized" in refused(quantized / "gqa-fp8", ConfigUnsupported)
     shown = refused(write(tmp_path / "trained", FITTING_GQA, "modelopt"), LayoutCannot)
-    assert "a trainer's layout" in shown and "kconv to-vllm" in shown
+    assert "in those of engines" in shown and "kconv to-vllm" in shown
     # SGLang drops an MLA head's NVFP4 config, and takes the bytes for weights.
     sglang = write(tmp_path / "sglang", SPECS["mla"], "sglang")
     assert "SGLang" in refused(sglang, LayoutCannot, "nvfp4")
