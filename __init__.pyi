@@ -718,7 +718,7 @@ def quantize(
     """Write TARGET in NVFP4 into the new folder OUT, with a kconv.json manifest.
 
     TARGET may be bf16, INT4 (Kimi-K2-Thinking, K2.5, K2.6), FP8 blocks (Kimi-K2-Instruct, DeepSeek-V3) or
-    compressed-tensors' MXFP4, which is cast exactly.
+    compressed-tensors' or DeepSeek-V4's MXFP4, which is cast exactly.
     Unquantized tensors keep their bytes. The streaming backend holds one tensor at a time, divides the work over
     torchrun's ranks, and resumes an interrupted run. --backend modelopt is one process with the whole target in memory,
     and does not resume.

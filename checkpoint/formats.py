@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from math import ceil
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast
@@ -114,6 +114,7 @@ class StoredFormat(ABC):
         numbers: the description of weights and inputs in config.json's `config_groups`.
         weight_only_name: ModelOpt's `quant_algo` if engines leave the inputs unquantized.
         beside: suffixes of tensors that a target stores for engines alone: no weight's value depends on them.
+        amid_fp8: whether the target's other matrices are DeepSeek-V4's FP8, which is taken as it is stored.
     """
 
     name: ClassVar[str]
@@ -128,6 +129,7 @@ class StoredFormat(ABC):
     numbers: ClassVar[Mapping[str, Any]] = {}
     weight_only_name: ClassVar[str] = ""
     beside: ClassVar[tuple[str, ...]] = ()
+    amid_fp8: ClassVar[bool] = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         # To a worker process: the functions in `tensors` cannot be sent.
@@ -658,9 +660,14 @@ class Mxfp4(StoredFormat):
         """See `StoredFormat.unpack`; bf16, which holds each product exactly."""
         import torch
 
+        stored = self.as_bytes(stored)
         packed, exponents = stored[self.values], stored[self.scale].int() - self.bias
         values = _pairs()[packed.int()].view(*exponents.shape, self.group)
         return torch.ldexp(values, exponents.unsqueeze(-1)).view(packed.shape[0], -1).bfloat16()
+
+    def as_bytes(self, stored: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return stored tensors as their bytes, uint8."""
+        return stored
 
     @classmethod
     def from_config(cls, block: Mapping[str, Any], where: object) -> StoredFormat | None:
@@ -679,6 +686,69 @@ class Mxfp4(StoredFormat):
                 fix=f"kconv reads {cls.form} alone.",
             )
         return MXFP4
+
+
+class Mxfp4AmidFp8(Mxfp4):
+    """DeepSeek-V4's MXFP4 of the routed experts, under names of its own.
+
+    Its config states the FP8 of all other matrices; that the experts are MXFP4 `expert_dtype` says.
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/models/deepseek_v4/quant_config.py#L176-L197
+    """
+
+    title = "DeepSeek-V4's MXFP4 experts amid FP8"
+    form = "mxfp4-amid-fp8"
+    values = StoredFormat.values
+    scale = "scale"
+    mark = scale
+    amid_fp8 = True
+
+    @cached_property
+    def tensors(self) -> Mapping[str, FormatTensor]:
+        own = super().tensors
+        return {
+            self.values: replace(own[self.values], dtypes=("I8",)),
+            self.scale: replace(own[self.scale], dtypes=("F8_E8M0",)),
+        }
+
+    def as_bytes(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See `Mxfp4.as_bytes`."""
+        import torch
+
+        return {suffix: tensor.view(torch.uint8) for suffix, tensor in stored.items()}
+
+    @classmethod
+    def from_config(cls, block: Mapping[str, Any], where: object) -> StoredFormat | None:
+        return None
+
+
+class Nvfp4AmidFp8(Nvfp4):
+    """ModelOpt's NVFP4 of the same experts, beside the source's FP8; its config says so in `moe_quant_algo`."""
+
+    title = "ModelOpt's NVFP4 experts amid DeepSeek-V4's FP8"
+    amid_fp8 = True
+    key = "moe_quant_algo"
+    # As NVIDIA publishes it; engines take what is not a routed expert as the source's FP8.
+    excludes = ("*.attn.*", "*.ffn.shared_experts.*", "head", "mtp.*")
+
+    @classmethod
+    def is_stated(cls, block: Mapping[str, Any]) -> bool:
+        """Return whether a `quantization_config` states it.
+
+        https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/configs/model_config.py#L776-L789
+        """
+        return block.get("quant_method") == "fp8" and Nvfp4Mixed.meant(block.get(cls.key)) == cls.name
+
+    def described(self, source: Mapping[str, Any], layers: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return both config blocks: that of the source and NVFP4's, of the experts of some layers, by their names."""
+        side = self.hf_quant_config(self.excludes)
+        said = side["quantization"] | {
+            "quant_algo": Nvfp4Mixed.algorithm,
+            Nvfp4Mixed.key: {name: {"quant_algo": self.name, "group_size": self.group} for name in layers},
+        }
+        own = self.quantization_config(self.excludes)
+        stated = {key: own[key] for key in ("config_groups", "ignore", "producer")}
+        moe = {key: value for key, value in said.items() if key != "exclude_modules"}
+        return {**source, self.key: self.name, **stated, **moe}, {**side, "quantization": said}
 
 
 class Nvfp4Mixed(Nvfp4):
@@ -738,6 +808,7 @@ class Nvfp4Mixed(Nvfp4):
 
 
 NVFP4, NVFP4_PACKED, NVFP4_MIXED, MXFP4 = Nvfp4(), Nvfp4Packed(), Nvfp4Mixed(), Mxfp4()
+MXFP4_AMID_FP8, NVFP4_AMID_FP8 = Mxfp4AmidFp8(), Nvfp4AmidFp8()
 FP8, FP8_BLOCKS, FP8_PB_WO = Fp8(), Fp8Blocks(), Fp8PbWo()
 # The formats in which a head's linear layer is read; one that lacks another's mark comes after it.
 OF_HEADS: tuple[StoredFormat, ...] = (NVFP4, FP8_BLOCKS, FP8)

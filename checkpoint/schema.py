@@ -368,6 +368,7 @@ def parse_line(line: str) -> dict[str, Any]:
         ValueError: it holds none; the message is a phrase that says why.
     """
     line = line.strip()
+    value: Json
     try:
         value = parse_json(line)
     except ValueError as fault:

@@ -12,7 +12,7 @@ from typing import TypeGuard
 
 import torch
 
-from ..checkpoint.formats import MXFP4, NVFP4, is_scale
+from ..checkpoint.formats import MXFP4, NVFP4, Mxfp4, is_scale
 from ..errors import TensorValue
 from ..targets.weights import Quantized, Seen, StoredWeight, unseen
 from .pack import Packed
@@ -25,7 +25,7 @@ NAN = 255
 
 def is_mxfp4(weight: StoredWeight) -> TypeGuard[Quantized]:
     """Return whether a weight can be cast."""
-    return isinstance(weight, Quantized) and weight.format == MXFP4
+    return isinstance(weight, Quantized) and isinstance(weight.format, Mxfp4)
 
 
 def scale_2_of(weights: Iterable[Quantized], seen: Seen = unseen) -> float:
@@ -55,12 +55,19 @@ def scale_2_of(weights: Iterable[Quantized], seen: Seen = unseen) -> float:
 def _exponents(weight: Quantized, seen: Seen) -> tuple[int, int]:
     """Return the smallest exponent of a group that is not zero, and the largest of all, as ModelOpt takes it."""
     least, most = NAN, 0
-    for stored in weight.stored(seen):
-        scales = stored[MXFP4.scale]
-        filled = scales[_groups(stored[MXFP4.values]).bitwise_and(0x77).ne(0).any(-1)]
+    for scales, packed in _bytes(weight, seen):
+        filled = scales[_groups(packed).bitwise_and(0x77).ne(0).any(-1)]
         most = max(most, int(scales.max()))
         least = min(least, int(filled.min())) if filled.numel() else least
     return least - MXFP4.bias, most - MXFP4.bias
+
+
+def _bytes(weight: Quantized, seen: Seen = unseen) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the groups' exponents and the nibbles of consecutive blocks of rows, uint8."""
+    assert isinstance(weight.format, Mxfp4)
+    for stored in weight.stored(seen):
+        found = weight.format.as_bytes(stored)
+        yield found[weight.format.scale], found[weight.format.values]
 
 
 def _groups(packed: torch.Tensor) -> torch.Tensor:
@@ -70,13 +77,13 @@ def _groups(packed: torch.Tensor) -> torch.Tensor:
 def cast(weight: Quantized, weight_scale_2: float) -> Iterator[Packed]:
     """Yield a weight as NVFP4, in consecutive blocks of rows; `weight_scale_2` is from `scale_2_of`."""
     shared = int(torch.frexp(torch.tensor(weight_scale_2))[1]) - 1
-    for stored in weight.stored():
-        packed = stored[MXFP4.values].clone()
+    for scales, nibbles in _bytes(weight):
+        packed = nibbles.clone()
         # As in ModelOpt, no zero is negative.
         for half in (0x0F, 0xF0):
             packed[packed & half == 0x88 & half] &= 0xFF ^ half
-        exponents = stored[MXFP4.scale].int() - MXFP4.bias - shared
+        exponents = scales.int() - MXFP4.bias - shared
         # Those below are of groups of zeros, which any scale leaves zero.
-        scales = torch.exp2(exponents.clamp(LEAST, MOST).float()).to(torch.float8_e4m3fn)
-        blocks = scales.view(torch.uint8).repeat_interleave(MXFP4.group // NVFP4.group, -1)
+        powers = torch.exp2(exponents.clamp(LEAST, MOST).float()).to(torch.float8_e4m3fn)
+        blocks = powers.view(torch.uint8).repeat_interleave(MXFP4.group // NVFP4.group, -1)
         yield Packed(packed, blocks.view(torch.float8_e4m3fn))

@@ -12,7 +12,16 @@ from typing import Any
 
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import INDEX
-from ..checkpoint.formats import CONFIG_KEY, NVFP4, NVFP4_MIXED, NVFP4_PACKED, SIDE_FILE, experts_of
+from ..checkpoint.formats import (
+    CONFIG_KEY,
+    MXFP4_AMID_FP8,
+    NVFP4,
+    NVFP4_AMID_FP8,
+    NVFP4_MIXED,
+    NVFP4_PACKED,
+    SIDE_FILE,
+    experts_of,
+)
 from ..checkpoint.manifest import MANIFEST, FileRecord, Manifest, Parameters
 from .plan import ROUTER, QuantizePlan, exclude_modules
 from .stream import Workplace
@@ -77,6 +86,11 @@ def quantized_config(plan: QuantizePlan) -> tuple[dict[str, Any], dict[str, Any]
     if isinstance(text, dict) and text.get("model_type") in TEXT_MODEL_TYPES:
         text["model_type"] = TEXT_MODEL_TYPES[text["model_type"]]
     packed, rounded = ([module.name for module in modules] for modules in (plan.modules, plan.rounded))
+    if plan.form == MXFP4_AMID_FP8.form:
+        config[CONFIG_KEY], side = NVFP4_AMID_FP8.described(
+            plan.config.quantization or {}, dict.fromkeys(map(experts_of, packed))
+        )
+        return config, side
     # Engines build an output matrix of its own before they tie it to the embedding, and ModelOpt lists it so.
     # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/llama.py#L503-L510
     tied = [f"{plan.config.prefix}lm_head"] if plan.config.tied else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..checkpoint.folder import Checkpoint
-from ..checkpoint.formats import FP8_PB_WO, FUSED, MXFP4, NVFP4, Nvfp4, fused_group
+from ..checkpoint.formats import FP8_PB_WO, FUSED, MXFP4, MXFP4_AMID_FP8, NVFP4, Mxfp4, Nvfp4, fused_group
 from ..checkpoint.header import TensorInfo, byte_size
 from ..errors import RecipeInvalid, TargetInvalid, TensorShape
 from ..targets.config import TargetConfig
@@ -34,6 +34,10 @@ SHOWN = 3
 # Titles of a model's parts, by parts of their tensors' names.
 TITLES = {
     ".mlp.experts.": "routed experts",
+    ".ffn.experts.": "routed experts",
+    ".ffn.shared_experts.": "shared experts",
+    ".ffn.gate.": "routers",
+    ".attn.": "attention",
     ".mlp.shared_experts.": "shared experts",
     ".mlp.gate.": "routers",
     ".mlp.": "dense MLP",
@@ -99,7 +103,7 @@ class QuantizePlan:
     @property
     def weight_scales(self) -> str:
         """How block scales are chosen, in a word."""
-        return "cast" if self.form == MXFP4.form else self.recipe.weight_scales
+        return "cast" if self.form in (MXFP4.form, MXFP4_AMID_FP8.form) else self.recipe.weight_scales
 
     def parts(self) -> dict[tuple[str, str], tuple[int, int, int]]:
         """Return, by part of the model and action: its tensors, bytes before, bytes after."""
@@ -160,13 +164,13 @@ def plan_quantize(
     source: Checkpoint, config: TargetConfig, recipe: Recipe, inputs: InputScales, *, shard: int = SHARD
 ) -> QuantizePlan:
     """Decide what becomes of each tensor; an output file has about `shard` bytes."""
-    _refuse_other_mxfp4(source)
+    _refuse_gpt_oss(source)
     format_ = read_format(source, config)
     if isinstance(format_, Nvfp4):
         raise RecipeInvalid(
             f"{source.folder.name} is already NVFP4", where=source.folder, fix="Pass the target that it was made from."
         )
-    if format_ == MXFP4 and recipe.weight_scales != "max":
+    if isinstance(format_, Mxfp4) and recipe.weight_scales != "max":
         raise RecipeInvalid(
             f"{source.folder.name} is MXFP4, which is cast exactly: there are no scales to search for",
             where=f"weight_scales in the recipe {recipe.name}",
@@ -184,6 +188,9 @@ def plan_quantize(
     chosen = _choose(linear, config, recipe)
     for weight in chosen.values():
         _check_dims(weight)
+    if format_ == MXFP4_AMID_FP8:
+        _check_amid_fp8(stored, chosen, config, recipe)
+        stored = {one.name: one for weight in stored.values() for one in _as_stored(weight, chosen)}
     rounded = {name: Rounded(name, weight) for name, weight in _choose_rounded(linear, config, recipe).items()}
     _check_forms(linear, chosen, rounded, recipe)
     _check_blocks(rounded)
@@ -203,18 +210,37 @@ GPT_OSS = (
     " skips their scales",
     "Serve it in its own MXFP4, which vLLM, SGLang and TensorRT-LLM read.",
 )
-DEEPSEEK_V4 = (
-    "DeepSeek-V4's MXFP4 and FP8 under its own names, which kconv does not read",
-    "Use ModelOpt's examples/deepseek/deepseek_v4/quantize_to_nvfp4.py with --cast_mxfp4_to_nvfp4.",
-)
 
 
-def _refuse_other_mxfp4(source: Checkpoint) -> None:
-    """Refuse the two published forms of MXFP4 that are not compressed-tensors'."""
+def _refuse_gpt_oss(source: Checkpoint) -> None:
     for name, info in source.tensors.items():
-        of_deepseek = name.endswith(".scale") and info.dtype == "F8_E8M0"
-        if found := GPT_OSS if name.endswith("_proj_blocks") else DEEPSEEK_V4 if of_deepseek else None:
-            raise TargetInvalid(f"{name} is a part of {found[0]}", where=info.file, fix=found[1])
+        if name.endswith("_proj_blocks"):
+            raise TargetInvalid(f"{name} is a part of {GPT_OSS[0]}", where=info.file, fix=GPT_OSS[1])
+
+
+def _check_amid_fp8(
+    stored: Mapping[str, StoredWeight], chosen: Collection[str], config: TargetConfig, recipe: Recipe
+) -> None:
+    """Refuse what DeepSeek-V4's config cannot state: it has one form for all routed experts of the decoder."""
+    experts = {
+        name.removesuffix(".weight")
+        for name, weight in stored.items()
+        if is_mxfp4(weight) and not mtp_root(name, config.layers)
+    }
+    if experts != set(chosen) or recipe.fp8 or recipe.weight_only or recipe.stored != NVFP4:
+        raise RecipeInvalid(
+            "of DeepSeek-V4 all routed experts become NVFP4, and nothing else, with activations and in ModelOpt's form",
+            where=f"the recipe {recipe.name}",
+            fix="Use the recipe nvfp4-experts.",
+        )
+
+
+def _as_stored(weight: StoredWeight, chosen: Collection[str]) -> Iterator[StoredWeight]:
+    """Yield a weight that stays quantized as the tensors that hold it."""
+    if isinstance(weight, Quantized) and weight.name.removesuffix(".weight") not in chosen:
+        yield from map(Plain, weight.infos)
+    else:
+        yield weight
 
 
 def _refuse_fused_experts(stored: dict[str, StoredWeight], config: TargetConfig) -> None:
@@ -234,18 +260,18 @@ def _is_linear(name: str, weight: StoredWeight) -> bool:
 def _choose(linear: dict[str, StoredWeight], config: TargetConfig, recipe: Recipe) -> dict[str, StoredWeight]:
     chosen: dict[str, StoredWeight] = {}
     for name, weight in linear.items():
-        inner, root = name.removeprefix(config.prefix), mtp_root(name, config.layers).removeprefix(config.prefix)
+        inner, root = in_recipes(name, config), mtp_root(name, config.layers).removeprefix(config.prefix)
         # SGLang reads an MTP layer unquantized only.
-        own = name.startswith(config.prefix) and (LAYER.fullmatch(name) or root)
+        own = name.startswith(config.prefix) and (LAYER.fullmatch(inner) or root)
         if own and recipe.takes(inner, below=root):
-            if root and not LAYER.fullmatch(name):
+            if root and not LAYER.fullmatch(inner):
                 raise RecipeInvalid(
                     f"{inner} cannot be NVFP4: vLLM drops each exclude of a module below {root}",
                     where=f"quantize in the recipe {recipe.name}",
                     fix=f"Remove the patterns that start with {root}.; its MTP layers stay as they are.",
                 )
             chosen[name] = weight
-    inner = [name.removeprefix(config.prefix) for name in chosen]
+    inner = [in_recipes(name, config) for name in chosen]
     for pattern in recipe.quantize:
         alone = recipe.model_copy(update={"quantize": (pattern,)})
         if not any(alone.takes(name) for name in inner):
@@ -253,11 +279,32 @@ def _choose(linear: dict[str, StoredWeight], config: TargetConfig, recipe: Recip
     return chosen
 
 
+# DeepSeek-V4's names for what recipes call as Kimi-K2's files do.
+OF_DEEPSEEK_V4 = (
+    (re.compile(r"\Alayers\."), "model.layers."),
+    (re.compile(r"\.ffn\."), ".mlp."),
+    (re.compile(r"\.attn\."), ".self_attn."),
+    (re.compile(r"\.w1\Z"), ".gate_proj"),
+    (re.compile(r"\.w3\Z"), ".up_proj"),
+    (re.compile(r"\.w2\Z"), ".down_proj"),
+)
+
+
+def in_recipes(name: str, config: TargetConfig) -> str:
+    """Return the name that recipes have for a module, by its name on disk."""
+    name = name.removeprefix(config.prefix)
+    for own, others in OF_DEEPSEEK_V4 if config.model_type == "deepseek_v4" else ():
+        name = own.sub(others, name)
+    return name
+
+
 def _choose_rounded(linear: dict[str, StoredWeight], config: TargetConfig, recipe: Recipe) -> dict[str, StoredWeight]:
     inner = {
-        name.removeprefix(config.prefix): name
+        short: name
         for name in linear
-        if name.startswith(config.prefix) and LAYER.fullmatch(name) and not mtp_root(name, config.layers)
+        if name.startswith(config.prefix)
+        and LAYER.fullmatch(short := in_recipes(name, config))
+        and not mtp_root(name, config.layers)
     }
     found = {name: linear[name] for short, name in inner.items() if recipe.rounds(short)}
     for pattern in recipe.fp8:
@@ -294,7 +341,7 @@ def _no_match(
 
 def _some_names(linear: dict[str, StoredWeight], config: TargetConfig, pattern: str) -> str:
     """Return a sentence with names of modules, those that are most like a pattern first."""
-    names = [name.removeprefix(config.prefix) for name in linear]
+    names = [in_recipes(name, config) for name in linear]
     close = get_close_matches(pattern, names, n=SHOWN, cutoff=0.0)
     return f"Modules of this target have names like {', '.join(close)}." if close else "The target has none."
 

@@ -11,6 +11,8 @@ import torch
 from ..checkpoint.folder import Checkpoint, read_json
 from ..checkpoint.formats import (
     FP8_PB_WO,
+    MXFP4_AMID_FP8,
+    NVFP4_AMID_FP8,
     NVFP4_MIXED,
     OF_TARGETS,
     ONLY_QUANTIZED,
@@ -177,6 +179,8 @@ def read_format(checkpoint: Checkpoint, config: TargetConfig) -> StoredFormat | 
     block = config.quantization or _side_block(checkpoint)
     if not block:
         return None
+    if config.model_type == "deepseek_v4" and config.text.get("expert_dtype") == "fp4":
+        return NVFP4_AMID_FP8 if NVFP4_AMID_FP8.is_stated(block) else MXFP4_AMID_FP8
     found = stated_format(block, where)
     if found is None:
         method, form = block.get("quant_method"), block.get("format")
@@ -202,6 +206,16 @@ def stored_weights(checkpoint: Checkpoint, config: TargetConfig) -> dict[str, St
     found: list[StoredWeight] = []
     if format_:
         bases = _bases(tensors, format_.mark)
+        if format_.amid_fp8:
+            # FP8's scales are called as MXFP4's. The MTP layers' experts stay MXFP4.
+            packed = MXFP4_AMID_FP8.tensors[MXFP4_AMID_FP8.values].dtype
+            mxfp4 = [
+                base
+                for base in _bases(tensors, MXFP4_AMID_FP8.mark)
+                if (info := tensors.get(f"{base}.{MXFP4_AMID_FP8.values}")) and info.dtype == packed
+            ]
+            found += [Quantized(MXFP4_AMID_FP8, MXFP4_AMID_FP8.parts(base, tensors)) for base in mxfp4]
+            bases = [] if format_ == MXFP4_AMID_FP8 else bases
         found += [Quantized(format_, format_.parts(base, tensors)) for base in bases]
         if format_ == NVFP4_MIXED:
             others = sorted(set(_bases(tensors, FP8_PB_WO.mark)).difference(bases))
@@ -217,7 +231,8 @@ def stored_weights(checkpoint: Checkpoint, config: TargetConfig) -> dict[str, St
     for name, info in tensors.items():
         if name in part_of or name.endswith(beside):
             continue
-        _refuse_packed(info, format_.title if format_ else PLAIN)
+        if not (format_ and format_.amid_fp8):
+            _refuse_packed(info, format_.title if format_ else PLAIN)
         found.append(Plain(info))
     return {weight.name: weight for weight in found}
 

@@ -1,18 +1,22 @@
 """MXFP4 is cast to NVFP4 with ModelOpt's bits and the source's numbers, or refused by name."""
 
 import json
+import re
 
 import pytest
 import torch
+from click.testing import CliRunner
 from compressed_tensors.compressors.mxfp4 import MXFP4PackedCompressor
 from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.quant_scheme import MXFP4A16
+from modelopt.torch.quantization.qtensor.mxfp4_tensor import MXFP4QTensor
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 from modelopt.torch.quantization.utils.numeric_utils import (
     mxfp4_to_nvfp4_global_amax,
     mxfp4_to_nvfp4_per_block_amax,
 )
 from safetensors.torch import load_file, save_file
+from support.deepseek_v4 import CONFIG, write_source
 from support.quantized_targets import make_form, quantize_mxfp4
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -20,6 +24,7 @@ from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.formats import MXFP4, NVFP4
 from kconv.checkpoint.header import read_header
 from kconv.checkpoint.manifest import verify
+from kconv.cli import main
 from kconv.errors import RecipeInvalid, SourceFormatUnknown, TargetInvalid, TensorValue
 from kconv.measure.figures import NoiseFigures
 from kconv.quantize.calibration import data_free
@@ -171,31 +176,66 @@ def of_gpt_oss():
     return {f"{name}_blocks": blocks, f"{name}_scales": scales}, {"quant_method": "mxfp4"}
 
 
-def of_deepseek_v4():
-    """A routed expert as ModelOpt's script takes it.
-
-    https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/examples/deepseek/deepseek_v4/quantize_to_nvfp4.py
-    """
-    name = "layers.0.ffn.experts.0.w1"
-    scale = torch.full((64, 2), 1.0).to(torch.float8_e8m0fnu)
-    return {f"{name}.weight": torch.zeros(64, 32, dtype=torch.int8), f"{name}.scale": scale}, {
-        "quant_method": "fp8",
-        "weight_block_size": [128, 128],
-    }
-
-
-@pytest.mark.parametrize(
-    "make, phrase",
-    [
-        (of_gpt_oss, "gate_up_proj_blocks is a part of gpt-oss's experts"),
-        (of_deepseek_v4, r"w1\.scale .*DeepSeek-V4's"),
-    ],
-)
-def test_mxfp4_that_is_not_cast_is_refused_by_name(make, phrase, source, tmp_path):
-    tensors, quantization = make()
+def test_mxfp4_that_is_not_cast_is_refused_by_name(source, tmp_path):
+    tensors, quantization = of_gpt_oss()
     config = source.config | {"quantization_config": quantization}
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(tensors, tmp_path / "model.safetensors")
     checkpoint = open_checkpoint(tmp_path)
-    with pytest.raises(TargetInvalid, match=phrase):
+    with pytest.raises(TargetInvalid, match="gate_up_proj_blocks is a part of gpt-oss's experts"):
         plan_quantize(checkpoint, parse_target_config(config), load_recipe("nvfp4-experts"), data_free())
+
+
+def kconv(*words):
+    done = CliRunner().invoke(main, [str(word) for word in words])
+    return done.exit_code, done.output + done.stderr
+
+
+def test_deepseek_v4s_experts_are_cast_amid_its_fp8(tmp_path):
+    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+    code, said = kconv("quantize", source, out, "--recipe", "nvfp4-experts", "--input-scale", "data-free")
+    assert code == 0, said
+    before, after = load_file(source / "model.safetensors"), {}
+    for file in out.glob("*.safetensors"):
+        after |= load_file(file)
+    experts = {name[:-7] for name in before if name.startswith("layers") and re.search(r"\.experts\..*\.weight$", name)}
+    assert len(experts) == 18
+    for name in experts:
+        pair = [name, name[:-1] + {"1": "3", "3": "1"}.get(name[-1], name[-1])]
+        packed, scale = before.pop(f"{name}.weight"), before[f"{name}.scale"]
+        top = max(int(before[f"{one}.scale"].view(torch.uint8).max()) for one in pair) - 127
+        # ModelOpt's own reading of both.
+        shape = torch.Size((len(packed), 2 * packed.shape[1]))
+        theirs = MXFP4QTensor(shape, torch.bfloat16, packed.view(torch.uint8)).dequantize(
+            scale=scale.view(torch.uint8), block_sizes={-1: 32}
+        )
+        assert after[f"{name}.weight_scale_2"].item() == 2.0 ** (top - 8)
+        ours = NVFP4QTensor(theirs.shape, theirs.dtype, after.pop(f"{name}.weight")).dequantize(
+            scale=after.pop(f"{name}.weight_scale"), double_scale=after[f"{name}.weight_scale_2"], block_sizes={-1: 16}
+        )
+        assert torch.equal(ours, theirs), name
+    rest = {name for name in before if name.rpartition(".")[0] not in experts}
+    assert rest == {name for name in after if name.rpartition(".")[0] not in experts}
+    assert all(torch.equal(bits(before[name]), bits(after[name])) for name in rest)
+    # As NVIDIA publishes it, and as rules and verify want it.
+    config, theirs = json.loads((out / "config.json").read_text()), CONFIG["quantization_config"]
+    ours = config["quantization_config"]
+    assert {**config, "quantization_config": 0} == {**CONFIG, "quantization_config": 0}
+    assert {**ours, "producer": 0} == {**theirs, "producer": 0}
+    for words in (("validate", out, "--source", source, "--strict"), ("verify", out)):
+        code, said = kconv(*words)
+        assert code == 0, said
+    assert "18 of 18 tensors in NVFP4 were cast without noise" in " ".join(
+        kconv("validate", out, "--source", source)[1].split()
+    )
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4-mlp", "nvfp4-weight-only", "nvfp4-experts-fp8-attention", "part"])
+def test_of_deepseek_v4_only_all_experts_become_nvfp4(recipe, tmp_path):
+    source = write_source(tmp_path / "source")
+    if recipe == "part":
+        recipe = tmp_path / "part.yaml"
+        recipe.write_text("{name: part, quantize: [model.layers.1.mlp.experts.*_proj]}")
+    code, said = kconv("quantize", source, tmp_path / "out", "--recipe", recipe, "--input-scale", "data-free")
+    assert code == 1 and "Use the recipe nvfp4-experts." in said, said
+    assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""A tiny target as NVIDIA publishes DeepSeek-V4: NVFP4 experts, all else FP8, and MTP in the source's MXFP4.
+"""A tiny target as NVIDIA publishes DeepSeek-V4: NVFP4 experts amid FP8, MTP in its source's MXFP4; and the source.
 
 The config is what ModelOpt's script makes of the source's; the names are those that vLLM maps:
 https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/examples/deepseek/deepseek_v4/quantize_to_nvfp4.py
@@ -8,6 +8,7 @@ https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/models/deepseek_v4/nvidia
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,8 @@ CONFIG: dict[str, Any] = {
         **MOE,
     },
 }
+# What the source's config states of its quantization.
+OF_SOURCE = ("activation_scheme", "fmt", "scale_fmt", "quant_method", "weight_block_size")
 # Rows and columns, below a layer.
 ATTENTION = {
     "wq_a": (128, HIDDEN), "wq_b": (256, 128), "wkv": (128, HIDDEN), "wo_a": (128, 256), "wo_b": (HIDDEN, 128),
@@ -71,8 +74,10 @@ def fp8(rows: int, columns: int) -> Tensors:
 
 
 def mxfp4(rows: int, columns: int) -> Tensors:
-    scale = torch.ones(rows, columns // 32).to(torch.float8_e8m0fnu)
-    return {"weight": torch.ones(rows, columns // 2, dtype=torch.int8), "scale": scale}
+    generator = torch.Generator().manual_seed(rows + columns)
+    scale = torch.randint(118, 126, (rows, columns // 32), generator=generator, dtype=torch.uint8)
+    packed = torch.randint(-128, 128, (rows, columns // 2), generator=generator, dtype=torch.int8)
+    return {"weight": packed, "scale": scale.view(torch.float8_e8m0fnu)}
 
 
 def nvfp4(rows: int, columns: int) -> Tensors:
@@ -84,14 +89,30 @@ def nvfp4(rows: int, columns: int) -> Tensors:
     }
 
 
+def write_source(folder: Path) -> Path:
+    """Write what DeepSeek publishes of it into a folder that is not there yet."""
+    _write(folder, mxfp4)
+    block = {key: value for key, value in CONFIG["quantization_config"].items() if key in OF_SOURCE}
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": block}))
+    return folder
+
+
 def write_deepseek_v4(folder: Path) -> Path:
     """Write it into a folder that is not there yet."""
+    _write(folder, nvfp4)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    side = {"producer": PRODUCER, "quantization": {**MOE, "exclude_modules": EXCLUDES}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(side))
+    return folder
+
+
+def _write(folder: Path, experts: Callable[[int, int], Tensors]) -> None:
     made: dict[str, Tensors] = {}
     for layer in (*(f"layers.{i}" for i in range(LAYERS)), "mtp.0"):
         made |= {f"{layer}.{name}": {"weight": torch.ones(shape).bfloat16()} for name, shape in PLAIN.items()}
         made |= {f"{layer}.attn.{name}": fp8(*shape) for name, shape in ATTENTION.items()}
         made |= {f"{layer}.ffn.shared_experts.{name}": fp8(*shape) for name, shape in MLP.items()}
-        expert = mxfp4 if layer.startswith("mtp") else nvfp4
+        expert = mxfp4 if layer.startswith("mtp") else experts
         made |= {f"{layer}.ffn.experts.{i}.{name}": expert(*MLP[name]) for i in range(EXPERTS) for name in MLP}
     made |= {f"mtp.0.{name}": fp8(HIDDEN, HIDDEN) for name in ("e_proj", "h_proj")}
     made |= {f"mtp.0.{name}": {"weight": torch.ones(HIDDEN).bfloat16()} for name in ("enorm", "hnorm", "norm")}
@@ -100,7 +121,3 @@ def write_deepseek_v4(folder: Path) -> Path:
     folder.mkdir()
     tensors = {f"{name}.{suffix}": tensor for name, parts in made.items() for suffix, tensor in parts.items()}
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    side = {"producer": PRODUCER, "quantization": {**MOE, "exclude_modules": EXCLUDES}}
-    (folder / "hf_quant_config.json").write_text(json.dumps(side))
-    return folder

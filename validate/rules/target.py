@@ -14,6 +14,7 @@ from ...checkpoint.formats import (
     CONFIG_KEY,
     FP8_PB_WO,
     NVFP4,
+    NVFP4_AMID_FP8,
     NVFP4_MIXED,
     NVFP4_PACKED,
     SIDE_FILE,
@@ -175,13 +176,8 @@ class TargetSubject(Subject):
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether it is FP8 but for its routed experts, as NVIDIA publishes DeepSeek-V4; engines read two keys of that.
-
-        https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/models/deepseek_v4/quant_config.py#L176-L197
-        https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/configs/model_config.py#L776-L789
-        """
-        method, experts = self.root_block.get("quant_method"), self.root_block.get("moe_quant_algo")
-        return method == "fp8" and NVFP4_MIXED.meant(experts) == NVFP4.name
+        """Whether it is FP8 but for its routed experts, as NVIDIA publishes DeepSeek-V4."""
+        return NVFP4_AMID_FP8.is_stated(self.root_block)
 
     @cached_property
     def modules(self) -> Mapping[str, Mapping[str, TensorInfo]]:
