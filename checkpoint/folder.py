@@ -24,6 +24,7 @@ WHOLE = "model.safetensors"
 # File name endings of what kconv cannot read as a checkpoint: what it is, and what to do.
 OTHERS = {
     ".gguf": ("a GGUF file, llama.cpp's format", "Give the checkpoint that it was made from."),
+    **dict.fromkeys((".gz", ".tgz", ".tar", ".zip"), ("an archive", "Unpack it, and give the checkpoint's folder.")),
     "adapter_config.json": (
         "a LoRA adapter, not a draft head", "Merge it into its base model; that may then be a --target."
     ),
@@ -150,7 +151,8 @@ def no_folder(path: Path, fault: OSError) -> NotACheckpoint:
         for mark, (what, fix) in OTHERS.items():
             if path.name.endswith(mark):
                 return NotACheckpoint(f"{path} is {what}", fix=fix)
-        return NotACheckpoint(f"{path} is a file", fix=f"Give the checkpoint's folder: {path.parent}")
+        known = f": {path.parent}" if (path.parent / "config.json").exists() else "."
+        return NotACheckpoint(f"{path} is a file", fix=f"Give the checkpoint's folder{known}")
     beside = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
     close = get_close_matches(path.name, beside, n=1)
     meant = f" Did you mean {path.parent / close[0]}?" if close else ""
@@ -224,7 +226,10 @@ def _from_index(
                 fix="Do not use this checkpoint unless you trust the author of its index.",
             )
         if name not in names:
-            raise CorruptIndex(f"the index names {name}, which is missing", where=index, fix="Fetch the missing shard.")
+            fix = "Fetch the missing shard."
+            if WHOLE in names:
+                fix = f"Fetch the missing shard; or, if {WHOLE} holds all weights, delete the index."
+            raise CorruptIndex(f"the index names {name}, which is missing", where=index, fix=fix)
         headers[name] = read(folder / name)
     try:
         placed = {tensor: headers[file][tensor] for tensor, file in weight_map.items()}

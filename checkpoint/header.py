@@ -100,9 +100,9 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             stream.seek(0)
             return parse_header(stream, file, file.stat().st_size)
     except OSError as fault:
-        raise NotACheckpoint(
-            f"{file.name} cannot be opened: {fault.strerror}", where=file, fix="Check the path and its links."
-        ) from fault
+        denied = isinstance(fault, PermissionError)
+        fix = "You may not read it: change its permissions." if denied else "Check the path and its links."
+        raise NotACheckpoint(f"{file.name} cannot be opened: {fault.strerror}", where=file, fix=fix) from fault
 
 
 def parse_header(stream: Readable, file: Path, file_size: int) -> dict[str, TensorInfo]:

@@ -25,8 +25,15 @@ PROGRESS = f"{PARTIAL}progress"
 
 
 def cache_root() -> Path:
-    """Return the cache folder: $KCONV_CACHE, else ~/.cache/kconv. Its contents can be rebuilt."""
-    return Path(os.environ.get("KCONV_CACHE") or Path.home() / ".cache" / "kconv")
+    """Return the cache folder: $KCONV_CACHE, else ~/.cache/kconv. Its contents can be rebuilt.
+
+    Raises:
+        OutputFailed: KCONV_CACHE is a file.
+    """
+    given = os.environ.get("KCONV_CACHE")
+    if given and Path(given).is_file():
+        raise OutputFailed(f"KCONV_CACHE is {given}, which is a file", fix="Set it to a folder, or unset it.")
+    return Path(given or Path.home() / ".cache" / "kconv")
 
 
 def is_partial(folder: Path) -> bool:

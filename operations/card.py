@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import model_validator
 
+from ..checkpoint.source import HUB_ID
 from ..lines import Line, Part, Result, counted
 from ..options import Name, argument, option
 from .base import Context, Operation
@@ -120,6 +121,9 @@ class Card(Operation):
             raise ValueError("--missing, --check and --init write no card; remove --out")
         if self.init is not None and (self.missing or self.check):
             raise ValueError("--init writes a facts file; remove --missing and --check")
+        for name, given in (("--name", self.name), ("--base-model", self.base_model)):
+            if given and not HUB_ID.fullmatch(given):
+                raise ValueError(f"{name} {given} is no Hub id (org/name)")
         return self
 
     def run(self, context: Context) -> CardWritten:

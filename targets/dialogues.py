@@ -143,8 +143,9 @@ def _messages(row: Mapping[str, Any], where: str) -> Messages:
         if not all(said and isinstance(said, str) for m in messages for said in m.values()):
             raise ValueError("a turn is empty, or is not text")
     except (AttributeError, KeyError, TypeError, ValueError) as fault:
+        why = f"a turn is from {fault}, not {', '.join(ROLES)}" if isinstance(fault, KeyError) else fault
         raise TrainingDataInvalid(
-            f"this row is not a dialogue: {fault}",
+            f"this row is not a dialogue: {why}",
             where=where,
             fix='Write {"messages": [...]}, {"conversations": [...]}, {"prompt": "", "response": ""} or {"text": ""}.',
         ) from fault

@@ -121,9 +121,9 @@ class BlockRecipe(DrafterRecipe):
         captured = guessed(target.layers, layers)
         if "captured" not in stated and list(captured) != sorted(set(captured)):
             raise RecipeInvalid(
-                f"the drafter would have {layers} layers, each for another of the target's, which has {target.layers}",
+                f"the usual layers for a drafter of {layers} would be one of this target's {target.layers} twice",
                 where=where(("layers",)),
-                fix="Set layers to fewer, or name the target's layers with captured.",
+                fix="Pass fewer with --set layers=N, or as many of the target's with --set captured=1,2,3.",
             )
         if "mask" not in stated:
             raise RecipeInvalid(

@@ -29,7 +29,8 @@ from torch import Tensor
 from torch.distributed import DistError
 
 from ..checkpoint.bytes import processors
-from ..checkpoint.folder import open_checkpoint, read_json
+from ..checkpoint.folder import Checkpoint, open_checkpoint, read_json
+from ..checkpoint.manifest import Hints
 from ..checkpoint.staging import refuse_existing, staged, writing
 from ..checkpoint.tensors import TORCH
 from ..convert.execute import fill
@@ -38,7 +39,7 @@ from ..convert.provenance import read_provenance
 from ..convert.read import Head, read_head, read_slot
 from ..engines import by_name
 from ..engines.layout import stored
-from ..errors import TrainingFailed
+from ..errors import CapturedUndecided, TrainingFailed
 from ..installed import version
 from ..targets.config import read_target_config
 from ..targets.model import load_ends, load_target, one_thread
@@ -101,7 +102,7 @@ def train(job: TrainJob, out: Path, options: TrainOptions = DEFAULTS, progress: 
                 export = work / "export"
                 shutil.rmtree(export, ignore_errors=True)
                 report = leave(job, trainer, work, export)
-                head = read_head(open_checkpoint(export, source=f"a training run of {job.target.name}"))
+                head = _read_export(open_checkpoint(export, source=f"a training run of {job.target.name}"))
                 if layout is None:
                     planned = plan_in_place(head, Change(head.spec))
                 else:
@@ -113,6 +114,14 @@ def train(job: TrainJob, out: Path, options: TrainOptions = DEFAULTS, progress: 
             shutil.rmtree(work)
         trainer.accelerator.wait_for_everyone()
     return out
+
+
+def _read_export(export: Checkpoint) -> Head:
+    try:
+        return read_head(export)
+    except CapturedUndecided:
+        # A list of the recipe that engines could take for inputs: recipes count outputs.
+        return read_head(export, hints=Hints(captured_are="outputs"))
 
 
 @contextmanager

@@ -137,6 +137,8 @@ def check_source(output: Head, source: Head, look: Look | None = None) -> list[F
             findings.append(RULE["K301"].of_problem(fault.problem("K301")))
     else:
         message = "the folder has no manifest, so only its tensors are compared with the source"
+        if (source.checkpoint.folder / MANIFEST).exists():
+            message += ", which has one: if the source was made from this head, exchange the two"
         findings.append(RULE["K302"].finding(Found(MANIFEST, message)))
     changed = {field for action in actions.values() for field in CHANGES.get(action, ())}
     meant = output.layout.becomes(source.spec)
@@ -173,7 +175,10 @@ def check_origin(source: Origin) -> list[Finding]:
 
 def is_identical(output: Head, findings: list[Finding]) -> bool:
     """Return whether every weight of an output has its source's bits: none differs, and none was computed."""
-    if any(finding.rule in ("K301", "K304", "K305", "K306") for finding in findings):
+    if any(finding.rule in ("K304", "K305", "K306") for finding in findings):
+        return False
+    # Another config.json than the manifest's says nothing of weights, which were compared.
+    if any(finding.rule == "K301" and not finding.where.endswith("config.json") for finding in findings):
         return False
     folder = output.checkpoint.folder
     return not (folder / MANIFEST).exists() or read_manifest(folder).exact

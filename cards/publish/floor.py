@@ -70,7 +70,7 @@ class Floor(StrictModel):
         if self.of_text and self.temperature is not None:
             raise ValueError(f"{self.suite} is a kind of text without a temperature; remove temperature")
         if not self.of_text and (self.temperature is None or not self.target):
-            raise ValueError(f"a floor on {self.suite} needs target and temperature")
+            raise ValueError(f"a floor on {self.suite} also needs its target (or --target-name) and temperature")
         return self
 
 

@@ -49,6 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "empty").mkdir()
     (root / "gguf").mkdir()
     (root / "gguf" / "head.gguf").write_bytes(b"GGUF")
+    (root / "head.tar.gz").write_bytes(b"\x1f\x8b")
     (root / "cache" / "snapshots" / "abc").mkdir(parents=True)
     shutil.copytree(root / "head", root / "cache" / "snapshots" / "abc", dirs_exist_ok=True)
     (root / "prompts.jsonl").write_text(json.dumps(PROMPT) + "\n")
@@ -118,6 +119,8 @@ RECIPES: dict[str, object] = {
     "no-head.yaml": _step(head="haed"),
     "modules.yaml": "name: mine\nmodules: all\n",
     "list.yaml": "- a\n- b\n",
+    "array.jsonl": '[{"prompt": "Why?"}]\n',
+    "bot.jsonl": '{"conversations": [{"from": "human", "value": "Why?"}, {"from": "bot", "value": "So."}]}\n',
     "dollar.yaml": {"name": "mine", "steps": RECIPE["steps"] | {"sglang": {"do": "convert", "head": "vllm",
                                                                           "to": "sglang"}}},
     "train.yaml": {"name": "m", "steps": {"t": {"do": "train", "target": "target", "recipe": "eagle3_mla",
@@ -155,6 +158,15 @@ MISTAKES: list[tuple[str, str, int, tuple[str, ...]]] = [
     ("the Hub's cache folder", "inspect cache", 1, ("config.json", "snapshots")),
     ("a folder with GGUF", "inspect gguf", 1, ("gguf",)),
     ("a GGUF file", "inspect gguf/head.gguf", 1, ("head.gguf", "is a GGUF file", "that it was made from")),
+    ("an archive", "inspect head.tar.gz", 1, ("is an archive", "Unpack it")),
+    ("a turn of an unknown speaker", "train target out --recipe eagle3-gqa --data bot.jsonl", 1,
+     ("bot.jsonl:1", "a turn is from 'bot', not human, gpt")),
+    ("a list of prompts", "calibrate target out.json --prompts array.jsonl", 1,
+     ("array.jsonl:1", "each object on a line of its own")),
+    ("a card for no repository", "card head --name my-head", 2, ("--name my-head is no Hub id",)),
+    ("a floor without its target",
+     "publish head org/head --min-acceptance 1 --suite MT-Bench --draft-tokens 3 --min-prompts 9 --max-loss 0.1", 2,
+     ("--target-name",)),
     ("a pickle", "inspect bin-only", 1, ("head.pt",)),
     ("an empty folder", "inspect empty", 1, ("config.json",)),
     ("no config", "inspect no-config", 1, ("config.json",)),

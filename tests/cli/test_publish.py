@@ -137,7 +137,7 @@ def test_a_floor_on_a_suite_says_target_and_temperature(hub, folder):
     assert ran.exit_code == 0, ran.stderr
     for one in (target, temperature):
         refused = kconv(folder, REPO, "--min-acceptance", "2.6", *about, *one)
-        assert refused.exit_code == 2 and "needs target and temperature" in refused.stderr
+        assert refused.exit_code == 2 and "needs its target (or --target-name)" in refused.stderr
         assert "Value error" not in refused.stderr
     warmer = kconv(folder, REPO, "--min-acceptance", "2.6", *about, *target, "--temperature", "1")
     assert warmer.exit_code == 1 and "P109" in warmer.stderr

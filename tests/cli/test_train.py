@@ -72,6 +72,14 @@ def test_a_head_is_trained_and_the_next_command_is_named(head, tiny_target, data
         assert refused.exit_code == 1 and "was trained or calibrated on" in refused.stderr, refused.output
 
 
+def test_layers_that_an_engine_could_take_for_inputs_are_the_recipes_outputs(tiny_target, data, tmp_path):
+    done = run(tiny_target, tmp_path / "out", "--data", data, settings=SETTINGS | {"captured": "2,4,6", "steps": "2"})
+    assert done.exit_code == 0, done.output
+    words = ["to-vllm", tmp_path / "out", tmp_path / "vllm", "--captured-are", "outputs"]
+    assert CliRunner().invoke(main, [str(word) for word in words]).exit_code == 0
+    assert json.loads((tmp_path / "vllm" / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"] == [3, 5, 7]
+
+
 def test_a_head_is_trained_on_from_another_layout(head, tiny_target, data, tmp_path):
     assert CliRunner().invoke(main, ["to-vllm", str(head[0]), str(tmp_path / "vllm")]).exit_code == 0
     few = {key: SETTINGS[key] for key in ("batch", "seq", "batches", "steps", "lr")}

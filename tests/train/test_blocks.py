@@ -313,7 +313,7 @@ WRONG = {
     "a scaled RoPE": ("dflash", {"rope": {"theta": 1e6}}, "ModelOpt trains with the target's base"),
     "a layer too far": ("dflash", {"captured": [1, 7]}, "captures layer 7"),
     "more layers than the target": ("dflash", {"captured": ..., "layers": 9}, "9 layers, each for another"),
-    "the default of layers": ("dflash", {"captured": ...}, "5 layers, each for another of the target's, which has 7"),
+    "the default of layers": ("dflash", {"captured": ...}, "a drafter of 5 would be one of this target's 7 twice"),
     "another kind of attention": (
         "dflash",
         {"attention": {"heads": 4, "q_lora_rank": 64}},
