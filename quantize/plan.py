@@ -280,22 +280,16 @@ def _choose(linear: dict[str, StoredWeight], config: TargetConfig, recipe: Recip
 
 
 # DeepSeek-V4's names for what recipes call as Kimi-K2's files do.
-OF_DEEPSEEK_V4 = (
-    (re.compile(r"\Alayers\."), "model.layers."),
-    (re.compile(r"\.ffn\."), ".mlp."),
-    (re.compile(r"\.attn\."), ".self_attn."),
-    (re.compile(r"\.w1\Z"), ".gate_proj"),
-    (re.compile(r"\.w3\Z"), ".up_proj"),
-    (re.compile(r"\.w2\Z"), ".down_proj"),
-)
+OF_DEEPSEEK_V4 = {
+    "layers": "model.layers", "ffn": "mlp", "attn": "self_attn",
+    "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj",
+}  # fmt: skip
 
 
 def in_recipes(name: str, config: TargetConfig) -> str:
     """Return the name that recipes have for a module, by its name on disk."""
-    name = name.removeprefix(config.prefix)
-    for own, others in OF_DEEPSEEK_V4 if config.model_type == "deepseek_v4" else ():
-        name = own.sub(others, name)
-    return name
+    called = OF_DEEPSEEK_V4 if config.model_type == "deepseek_v4" else {}
+    return ".".join(called.get(part, part) for part in name.removeprefix(config.prefix).split("."))
 
 
 def _choose_rounded(linear: dict[str, StoredWeight], config: TargetConfig, recipe: Recipe) -> dict[str, StoredWeight]:

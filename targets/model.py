@@ -87,7 +87,7 @@ def refuse_by_layers(config: TargetConfig, stored: Mapping[str, StoredWeight]) -
     """
     fix = "Use ModelOpt's own scripts for this target. kconv quantizes it data-free, but cannot measure the result."
     place = "config.json: model_type"
-    if fused := next((name for name in stored if EXPERTS.search(name)), ""):
+    if fused := next((name for name in stored if EXPERTS.match(name)), ""):
         what = f"{fused} of this {config.model_type} holds all experts of a layer, so it cannot be run layer by layer"
         raise TargetInvalid(what, where=place, fix=fix)
     if config.on_disk("model.") != f"{config.prefix}model.":

@@ -173,13 +173,15 @@ def check_origin(source: Origin) -> list[Finding]:
     return [RULE["K307"].finding(Found(f"{source.alone.checkpoint.source}/config.json", message))]
 
 
-def is_identical(output: Head, findings: list[Finding]) -> bool:
-    """Return whether every weight of an output has its source's bits: none differs, and none was computed."""
+def is_identical(output: Head, findings: list[Finding]) -> bool | None:
+    """Return whether every weight of an output has its source's bits: none differs, and none was computed.
+
+    None if its manifest, which says what was computed, does not hold.
+    """
     if any(finding.rule in ("K304", "K305", "K306") for finding in findings):
         return False
-    # Another config.json than the manifest's says nothing of weights, which were compared.
-    if any(finding.rule == "K301" and not finding.where.endswith("config.json") for finding in findings):
-        return False
+    if any(finding.rule == "K301" for finding in findings):
+        return None
     folder = output.checkpoint.folder
     return not (folder / MANIFEST).exists() or read_manifest(folder).exact
 

@@ -312,7 +312,11 @@ WRONG = {
     "a block of the anchor": ("dflash", {"block": 1}, "drafts no token"),
     "a scaled RoPE": ("dflash", {"rope": {"theta": 1e6}}, "ModelOpt trains with the target's base"),
     "a layer too far": ("dflash", {"captured": [1, 7]}, "captures layer 7"),
-    "more layers than the target": ("dflash", {"captured": ..., "layers": 9}, "9 layers, each for another"),
+    "more layers than the target": (
+        "dflash",
+        {"captured": ..., "layers": 9},
+        "a drafter of 9 would be",
+    ),
     "the default of layers": ("dflash", {"captured": ...}, "a drafter of 5 would be one of this target's 7 twice"),
     "another kind of attention": (
         "dflash",
