@@ -231,7 +231,7 @@ class Layers:
     def _run_layer(self, i: int, hidden: list[torch.Tensor], watch: LayerLinears) -> None:
         layer: Any = self._layers[i]
         base = f"model.layers.{i}"
-        parts = self._parted and hasattr(layer.mlp, "experts")
+        parts = self._parted and hasattr(getattr(layer, "mlp", None), "experts")
         if parts:
             count, name = len(layer.mlp.experts.gate_up_proj), f"{base}.mlp.experts"
             watch.expect({f"{name}.{fused}": _experts(name, count, fused) for fused in FUSED})

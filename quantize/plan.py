@@ -260,7 +260,7 @@ def _is_linear(name: str, weight: StoredWeight) -> bool:
 def _choose(linear: dict[str, StoredWeight], config: TargetConfig, recipe: Recipe) -> dict[str, StoredWeight]:
     chosen: dict[str, StoredWeight] = {}
     for name, weight in linear.items():
-        inner, root = in_recipes(name, config), mtp_root(name, config.layers).removeprefix(config.prefix)
+        inner, root = _in_recipes(name, config), mtp_root(name, config.layers).removeprefix(config.prefix)
         # SGLang reads an MTP layer unquantized only.
         own = name.startswith(config.prefix) and (LAYER.fullmatch(inner) or root)
         if own and recipe.takes(inner, below=root):
@@ -271,7 +271,7 @@ def _choose(linear: dict[str, StoredWeight], config: TargetConfig, recipe: Recip
                     fix=f"Remove the patterns that start with {root}.; its MTP layers stay as they are.",
                 )
             chosen[name] = weight
-    inner = [in_recipes(name, config) for name in chosen]
+    inner = [_in_recipes(name, config) for name in chosen]
     for pattern in recipe.quantize:
         alone = recipe.model_copy(update={"quantize": (pattern,)})
         if not any(alone.takes(name) for name in inner):
@@ -286,7 +286,7 @@ OF_DEEPSEEK_V4 = {
 }  # fmt: skip
 
 
-def in_recipes(name: str, config: TargetConfig) -> str:
+def _in_recipes(name: str, config: TargetConfig) -> str:
     """Return the name that recipes have for a module, by its name on disk."""
     called = OF_DEEPSEEK_V4 if config.model_type == "deepseek_v4" else {}
     return ".".join(called.get(part, part) for part in name.removeprefix(config.prefix).split("."))
@@ -297,7 +297,7 @@ def _choose_rounded(linear: dict[str, StoredWeight], config: TargetConfig, recip
         short: name
         for name in linear
         if name.startswith(config.prefix)
-        and LAYER.fullmatch(short := in_recipes(name, config))
+        and LAYER.fullmatch(short := _in_recipes(name, config))
         and not mtp_root(name, config.layers)
     }
     found = {name: linear[name] for short, name in inner.items() if recipe.rounds(short)}
@@ -335,7 +335,7 @@ def _no_match(
 
 def _some_names(linear: dict[str, StoredWeight], config: TargetConfig, pattern: str) -> str:
     """Return a sentence with names of modules, those that are most like a pattern first."""
-    names = [in_recipes(name, config) for name in linear]
+    names = [_in_recipes(name, config) for name in linear]
     close = get_close_matches(pattern, names, n=SHOWN, cutoff=0.0)
     return f"Modules of this target have names like {', '.join(close)}." if close else "The target has none."
 
