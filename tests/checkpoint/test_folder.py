@@ -7,7 +7,8 @@ import pytest
 from support.heads import entry, write_raw
 
 from kconv.checkpoint.folder import INDEX, open_checkpoint
-from kconv.errors import ConfigInvalid, CorruptHeader, CorruptIndex, NotACheckpoint
+from kconv.checkpoint.staging import cache_root
+from kconv.errors import ConfigInvalid, CorruptHeader, CorruptIndex, NotACheckpoint, OutputFailed
 
 
 def shard(file, **tensors):
@@ -248,3 +249,21 @@ def test_a_path_that_is_not_utf8_can_be_opened_and_its_source_printed(folder):
 def test_an_index_of_nothing_is_a_folder_of_nothing(folder):
     index(folder, {})
     assert open_checkpoint(folder).tensors == {}
+
+
+def test_an_index_of_shards_that_were_merged_may_be_deleted(folder):
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    shard(folder / "model.safetensors", a=1, b=2)
+    with pytest.raises(CorruptIndex, match="which is missing") as caught:
+        open_checkpoint(folder)
+    assert "if model.safetensors holds all weights, delete the index" in caught.value.fix
+    (folder / INDEX).unlink()
+    assert set(open_checkpoint(folder).tensors) == {"a", "b"}
+
+
+def test_a_cache_that_is_a_file_is_named_by_its_variable(tmp_path, monkeypatch):
+    (tmp_path / "cache").write_text("")
+    monkeypatch.setenv("KCONV_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(OutputFailed, match=r"KCONV_CACHE is .*which is a file"):
+        cache_root()
