@@ -41,7 +41,7 @@ def is_partial(folder: Path) -> bool:
     return folder.resolve().name.startswith(PARTIAL)
 
 
-def refuse_existing(out: Path, *, fix: str = "Choose another name, or delete it if you no longer need it.") -> None:
+def refuse_existing(out: Path, *, fix: str = "Choose another name: kconv overwrites nothing.") -> None:
     """Refuse an output that exists, or that cannot be written, before anything slow.
 
     Raises:

@@ -35,8 +35,8 @@ def demo(out: Path, real: bool, as_json: bool) -> None:
     """Make a tiny Kimi-K2 and two Eagle3 heads in the new folder OUT, convert them, and compare both sides.
 
     The target is trained on Python's documentation, the heads with ModelOpt. This takes a few minutes on two cores,
-    once: the results are kept in $KCONV_CACHE or ~/.cache/kconv. Then kconv converts the heads from TensorRT-LLM's
-    layout to vLLM's and back, and compares ModelOpt's own module with its own forward over the converted files.
+    once: the results are kept in $KCONV_CACHE or ~/.cache/kconv. Then kconv converts the heads from ModelOpt's layout
+    to vLLM's and TensorRT-LLM's, and compares ModelOpt's own module with its own forward over the converted files.
 
     --real runs scripts/real --quick: it fetches a real model, lets it answer prompts, trains a head on the answers,
     measures it (in vLLM and SGLang, if scripts/engine-env made them) and quantizes the model. This takes about seven
