@@ -104,7 +104,9 @@ GIVEN = {
     "my-mha-head": lambda: a_head("my-mha-head", "eagle3-gqa"),
     "my-gqa-head": lambda: a_head("my-gqa-head", "eagle3-gqa"),
     "other-states": other_states,
-    **{name: partial(results, name) for name in ("results/nvfp4/results.json", "results/source/results.json")},
+    **{
+        name: partial(results, name) for name in ("results/nvfp4/results_DATE.json", "results/source/results_DATE.json")
+    },
 }
 
 
