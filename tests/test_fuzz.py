@@ -18,6 +18,7 @@ LOADER.exec_module(SCRIPT)
 
 
 @pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("part, examples", [("evidence", 150), ("hub", 60)])
 def test_what_was_changed_at_random_is_refused_by_name_or_taken_whole(tmp_path, part, examples):
     command = [sys.executable, "-m", SCRIPT.PARTS[part][1], str(tmp_path / part), str(time.time_ns()), str(examples)]

@@ -164,6 +164,7 @@ def made(tmp_path_factory) -> tuple[Path, Path]:
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_its_answers_are_transformers_own_and_what_is_copied_is_counted(made, tmp_path):
     _, target = made
     prompt = Prompt("a", "math", ("Say the word yes ten times, and nothing else.",))
@@ -181,6 +182,7 @@ def test_its_answers_are_transformers_own_and_what_is_copied_is_counted(made, tm
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_the_package_becomes_a_target_with_transformers_own_logits(made, tmp_path):
     packages, target = made
     tokenizer = load_tokenizer(target)

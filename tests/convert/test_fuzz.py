@@ -20,7 +20,7 @@ def run(root, examples):
     return json.loads(ended.stdout)
 
 
-@pytest.mark.parametrize("examples", [120, pytest.param(2500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [120, pytest.param(2500, marks=[pytest.mark.slow, pytest.mark.release])])
 def test_no_traceback_no_leftover_and_no_large_allocation(tmp_path, examples):
     found = run(tmp_path, examples)
     assert found["faults"] == []

@@ -27,7 +27,7 @@ from kconv.tiny.recipe import DEMO
 from kconv.tiny.target import make_target
 from kconv.tiny.text import read_corpus
 
-pytestmark = [pytest.mark.slow, pytest.mark.engine]
+pytestmark = [pytest.mark.slow, pytest.mark.release, pytest.mark.engine]
 
 SUPPORT = Path(__file__).parent.parent / "support"
 SETTINGS = {

@@ -21,7 +21,7 @@ from kconv.operations.base import Context
 from kconv.operations.validate import Validate
 from kconv.tiny.text import read_corpus
 
-pytestmark = [pytest.mark.slow, pytest.mark.engine]
+pytestmark = [pytest.mark.slow, pytest.mark.release, pytest.mark.engine]
 
 GUIDE = Path(__file__).parent.parent.parent / "docs" / "guides" / "quantize.md"
 TASKS = ("order", "word")

@@ -12,7 +12,7 @@ import pytest
 
 from kconv.bench.acceptance import read_acceptance
 
-pytestmark = [pytest.mark.slow, pytest.mark.engine]
+pytestmark = [pytest.mark.slow, pytest.mark.release, pytest.mark.engine]
 
 
 def test_the_real_demo_trains_a_head_that_both_engines_draft_with_as_kconv_does(engine_python, sglang_python, tmp_path):
