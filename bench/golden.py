@@ -85,8 +85,9 @@ def write_curve(files: Sequence[AcceptanceFile], category: str | None = None, mo
     some = rows[0]
     if some.tree != "chain":
         raise DefinitionsMixed(
-            f"the figures are of the tree {some.tree!r}", where=first.head, fix="A golden curve is of chains: leave "
-            "--tree out.",
+            f"the figures are {f'of the tree {some.tree!r}' if some.tree else 'not said to be of a chain'}",
+            where=first.head,
+            fix="A golden curve is of chains: measure without --tree, or quote with --tree chain.",
         )  # fmt: skip
     key = (model or (some.target or "").rstrip("/").rpartition("/")[2]).lower()
     lines = [f"# {escape.terminal(line)}".replace("\n", " ") for line in _heading(first, some, modes)]

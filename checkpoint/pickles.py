@@ -176,7 +176,9 @@ def read_pickle(file: Path) -> Any:
         raise NotACheckpoint(
             f"{file.name} cannot be read as plain tensors: {why}",
             where=file,
-            fix=f"Ask its publisher for safetensors. {BY_HAND.format(file.name)}",
+            fix="Fetch it again: it is cut off."
+            if isinstance(fault, zipfile.BadZipFile) and file.open("rb").read(4) == b"PK\x03\x04"
+            else f"Ask its publisher for safetensors. {BY_HAND.format(file.name)}",
         ) from fault
     raise CorruptHeader(
         f"{file.name} is compressed or big-endian, or its pickle is too large; torch.save writes none of these",

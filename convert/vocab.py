@@ -139,7 +139,7 @@ def examine(
         as_offsets, as_absolute = read_ids(target_ids(d2t), spec.vocab, t2d), read_ids(d2t, spec.vocab, t2d)
         kind = kind_of(as_offsets, as_absolute, (copies.by_offset, copies.by_id) if copies else None)
         reading = as_absolute if kind == ABSOLUTE else as_offsets
-        faults += _judge_map(spec, d2t, kind, reading, stored_name(layout, "d2t"))
+        faults += _judge_map(spec, d2t, kind, reading, stored_name(layout, "d2t"), copies)
     if copies is not None and kind != ABSOLUTE and copies.by_id > copies.by_offset:
         faults.append(_wrong_rows(copies, stored_name(layout, "lm_head")))
     ids = np.unique(reading.ids[(reading.ids >= 0) & (reading.ids < spec.vocab)])
@@ -199,7 +199,9 @@ def _compare(checkpoint: Checkpoint, layout: Layout, spec: HeadSpec) -> list[Pro
     )
 
 
-def _judge_map(spec: HeadSpec, d2t: np.ndarray, kind: str, reading: Reading, name: str) -> list[Problem]:
+def _judge_map(
+    spec: HeadSpec, d2t: np.ndarray, kind: str, reading: Reading, name: str, copies: Copies | None
+) -> list[Problem]:
     if kind == ABSOLUTE:
         return [
             Problem(
@@ -220,7 +222,9 @@ def _judge_map(spec: HeadSpec, d2t: np.ndarray, kind: str, reading: Reading, nam
                 "error",
                 name,
                 f"t2d and d2t disagree on {reading.marked_otherwise} tokens",
-                "If d2t is right, rebuild t2d from it: kconv vocab HEAD --rebuild-t2d OUT.",
+                "Keep t2d: d2t names other rows than lm_head's. Export the head again."
+                if copies is not None and 0 < copies.by_offset < copies.rows
+                else "If d2t is right, rebuild t2d from it: kconv vocab HEAD --rebuild-t2d OUT.",
                 TensorValue,
             )
         ]

@@ -195,6 +195,7 @@ def _missing(want: Expected, held: Iterable[str], slot: str) -> Problem:
 def _compare_one(want: Expected, have: TensorInfo, slot: str) -> Iterator[Problem]:
     if have.shape != want.shape:
         follows = f" ({want.formula})" if want.formula else ""
+        follows += "; it is transposed" if have.shape == want.shape[::-1] else ""
         yield _problem(
             TensorShape,
             slot,

@@ -252,6 +252,15 @@ class Convert(Reading, AttentionOptions):
         right = report.figures.readings[decided.winner].facts
         known = {name: fact for name in decided.confirmed if (fact := find_fact(name)) is not None}
         hints = {key: value for name, fact in known.items() for key, value in fact.hints(right[name]).items()}
+        meant = {self.captured, tuple(i - 1 for i in self.captured or ())}
+        if self.captured and "captured" in hints and hints["captured"] not in meant:
+            ids, better = (",".join(map(str, one)) for one in (self.captured, hints["captured"]))
+            raise ReadingBeaten(
+                f"--captured {ids}: of outputs or inputs, outputs of layers {better} are accepted more often",
+                where=self.head,
+                fix=f"Look up the layers in the training's config. If it has none, pass --captured {better}"
+                " --captured-are outputs: only neighbors of the list were measured.",
+            )
         return self.model_copy(update=hints), frozenset(decided.confirmed)
 
     def _convert(self, context: Context) -> Converted:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from string import hexdigits
 from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import model_validator
@@ -99,6 +100,11 @@ class Publish(Operation, PublishOptions):
     def _fits(self) -> Self:
         if self.repo and not REPO.fullmatch(self.repo):
             raise ValueError(f"REPO {self.repo!r} is not of the form org/name")
+        for name in ("tag", "revision"):
+            if (ref := getattr(self, name)) and not _is_ref(ref):
+                raise ValueError(f"--{name} {ref!r} cannot be the name of a tag or branch")
+        if self.expect_parent and not (len(self.expect_parent) == 40 and set(self.expect_parent) <= set(hexdigits)):
+            raise ValueError(f"--expect-parent {self.expect_parent!r} is no commit of 40 hex digits")
         if self.offline:
             self.refuse("out", unless="without --offline, which publishes nothing")
         if self.min_acceptance is None:
@@ -166,6 +172,13 @@ class Publish(Operation, PublishOptions):
         later = {"tag": "", "revision": "", "public": False} if self.create_pr else {}
         own = {name: value for name in PLACE if (value := getattr(self, name))}
         return self.model_copy(update=stated | later | own | {"allow": step.allow | self.allow})
+
+
+def _is_ref(name: str) -> bool:
+    """Say whether git takes a name for a tag or branch: https://git-scm.com/docs/git-check-ref-format."""
+    parts = name.split("/")
+    spelled = min(name) > " " and not set(name) & set("~^:?*[\\\x7f") and ".." not in name and "@{" not in name
+    return spelled and all(part.strip(".") and part[0] != "." and not part.endswith((".", ".lock")) for part in parts)
 
 
 def recorded_steps(folder: Path) -> list[Publish]:

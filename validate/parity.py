@@ -22,7 +22,7 @@ from ..drafters.eagle3 import EAGLE3
 from ..drafters.fingerprint import difference, fingerprint
 from ..drafters.forward import DraftHead
 from ..drafters.rope_keys import read_rope
-from ..errors import KconvError, ManifestMismatch, NotACheckpoint, StatesInvalid, TargetInvalid
+from ..errors import KconvError, ManifestMismatch, NotACheckpoint, PromptsInvalid, StatesInvalid, TargetInvalid
 from ..measure.drafting import Measured, Proposer, count_halves, head_drafter, measure_states
 from ..measure.held_out import HeldOut, refuse_overlap
 from ..measure.parts import Parts
@@ -154,6 +154,12 @@ def _from_target(
     say: Say,
     still_open: Collection[str],
 ) -> ParityFound:
+    if options.new_tokens <= (steps := options.steps(output.spec)):
+        raise PromptsInvalid(
+            f"continuations of {options.new_tokens} tokens are too short to measure {steps} draft tokens per step",
+            where="--new-tokens",
+            fix=f"Pass --new-tokens {steps + 1} or more.",
+        )
     refuse_overlap((p.digest for p in held_out.prompts), output.checkpoint.folder, map(Path, options.calibrated_on))
     say("loading the target")
     folder = target.fetch_model()
@@ -167,7 +173,7 @@ def _from_target(
         [row for row, _ in named],
         prompt_tokens=options.prompt_tokens,
         new_tokens=options.new_tokens,
-        steps=options.steps(output.spec),
+        steps=steps,
         seed=options.seed,
         categories=[category for _, category in named],
     )

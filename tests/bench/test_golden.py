@@ -96,6 +96,7 @@ WRONG = {
         lambda: [acceptance(row(1, 1.5)), acceptance(row(2, 1.6), head="o/b")], DefinitionsMixed, "two heads",
     ),
     "a tree": (lambda: [acceptance(row(1, 1.5, tree="topk=4,nodes=8"))], DefinitionsMixed, "topk=4"),
+    "no word of a tree": (lambda: [acceptance(row(1, 1.5, tree=None))], DefinitionsMixed, "not said to be of a"),
     "two samplers": (
         lambda: [acceptance(row(1, 1.5), row(2, 1.6, rejection_sample_method="block"))], DefinitionsMixed, "block",
     ),

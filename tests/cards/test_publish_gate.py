@@ -224,6 +224,7 @@ def test_what_is_wrong_with_a_floor_is_said_with_its_key(folder):
         {"suite": ""},
         {"metric": "al"},
         {"at_least": 0},
+        {"at_least": 1},
         {"max_loss": 1.0},
         {"max_loss": -0.1},
         {"least": 2},
@@ -325,7 +326,7 @@ def test_a_release_folder_is_not_made_of_a_head_whose_bytes_changed(folder, tmp_
 def test_a_whole_publication_refuses_what_its_parts_refuse(folder):
     with pytest.raises(RequestInvalid, match="P999: these are not checks"):
         approve(folder, PublishOptions(repo=REPO, allow={"P999": "why"}))
-    floor = {"min_acceptance": 1.0, "suite": "sampled", "draft_tokens": 3, "min_prompts": 4, "max_loss": 0.01}
+    floor = {"min_acceptance": 1.1, "suite": "sampled", "draft_tokens": 3, "min_prompts": 4, "max_loss": 0.01}
     with pytest.raises(RequestInvalid, match="already states the minimum"):
         approve(folder, PublishOptions(repo=REPO, **floor))
     with pytest.raises(PublishRefused, match="both private and public"):

@@ -79,6 +79,15 @@ def test_what_holds_no_plain_tensors_is_refused(write, tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_a_file_that_is_cut_off_is_to_be_fetched_again(tmp_path):
+    folder = save(tmp_path / "head", TENSORS)
+    file = folder / "pytorch_model.bin"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(NotACheckpoint) as caught:
+        open_checkpoint(folder)
+    assert caught.value.fix == "Fetch it again: it is cut off."
+
+
 class Calls:
     """Pickled as a call, whatever torch's own reader lets through."""
 

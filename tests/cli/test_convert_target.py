@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from kconv.drafters.chain import draft_tokens
 from kconv.drafters.forward import DraftHead
 from kconv.drafters.spec import Rope, Yarn
 from kconv.engines import BY_NAME
+from kconv.measure.figures import ReadingsDecided
 from kconv.targets.config import read_target_config
 from kconv.targets.forward import LocalRunner
 from kconv.targets.model import load_target
@@ -275,6 +277,21 @@ def agreeing(tiny_target, tmp_path_factory):
         runner, checkpoint, read_target_config(tiny_target), tokenizer, wanted, root / "states", shard_bytes=1 << 30
     )
     return root
+
+
+@pytest.mark.parametrize("given, refused", [("2,3,5", True), ("2,4,6", False), ("1,3,5", False)])
+def test_layers_that_the_measurement_prefers_to_both_meanings_of_a_list_are_not_put_in_its_place(
+    lean, target, tmp_path, monkeypatch, given, refused
+):
+    decided = ReadingsDecided(winner=0, beaten=(), confirmed=("captured",), undecided=())
+    figures = SimpleNamespace(decided=decided, readings=[SimpleNamespace(facts={"captured": (1, 3, 5)})])
+    report = SimpleNamespace(findings=(), figures=figures)
+    monkeypatch.setattr("kconv.operations.validate.Validate.run", lambda *_: report)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n')
+    ran = kconv("to-vllm", lean, tmp_path / "out", "--target", target, "--prompts", prompts, "--captured", given)
+    assert (ran.exit_code, (tmp_path / "out").exists()) == ((1, False) if refused else (0, True)), ran.output
+    assert ("outputs of layers 1,3,5 are accepted more often" in ran.stderr) is refused
 
 
 @pytest.mark.slow

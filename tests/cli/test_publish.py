@@ -224,6 +224,10 @@ MISUSE = {
     "no such metric": ["--min-acceptance", "2", *ABOUT, "--metric", "speed"],
     "a target without a floor": ["--target-name", "org/target"],
     "a floor of nothing": ["--min-acceptance", "0", *ABOUT],
+    "a rate as a floor of lengths": ["--min-acceptance", "0.6", *ABOUT],
+    "a tag that git refuses": ["--tag", "v 1"],
+    "a branch that git refuses": ["--revision", "a..b"],
+    "a branch as the parent": ["--expect-parent", "main"],
     "a second floor": ["--min-acceptance", "2", *ABOUT],
 }
 

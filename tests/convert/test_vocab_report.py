@@ -186,6 +186,14 @@ def test_t2d_of_other_tokens(report):
     assert "--rebuild-t2d" in found.faults[0].fix
 
 
+def test_of_maps_that_disagree_the_one_that_the_rows_contradict_is_wrong(report):
+    rows = TARGET[IDS].clone()
+    rows[0] = 0
+    found = report(t2d=T2D.roll(1), lm_head=rows, target=TARGET)
+    assert (found.copies.by_offset, found.copies.rows) == (7, 8)
+    assert found.faults[0].fix == "Keep t2d: d2t names other rows than lm_head's. Export the head again."
+
+
 def test_t2d_of_another_dtype(report):
     found = report(t2d=T2D.long())
     assert found.t2d == "unusable: I64 [64]"

@@ -118,6 +118,13 @@ def run(tiny_target) -> Callable[..., ParityFound]:
     return run
 
 
+def test_continuations_that_are_shorter_than_a_draft_are_refused(run, spoilt, prompts, monkeypatch):
+    monkeypatch.setitem(globals(), "NEW_TOKENS", 3)
+    with pytest.raises(PromptsInvalid, match="3 tokens are too short to measure 3 draft tokens") as caught:
+        run(spoilt, None, prompts=prompts)
+    assert caught.value.fix == "Pass --new-tokens 4 or more."
+
+
 @pytest.fixture(scope="module")
 def live(run, spoilt, source, prompts) -> dict[str, Measured]:
     return {m.text.kind: m for m in run(spoilt, source, prompts=prompts).measured}

@@ -150,7 +150,8 @@ RULES: tuple[Rule[Any], ...] = (
         "error",
         "Undoing a known mistake clearly raises the head's acceptance. Its weights or its config are not as"
         " they were trained.",
-        "Correct what the finding names, then export or convert the head again. Do not serve it as it is.",
+        "Correct what the finding names, then export or convert the head again, and measure it. If it still drafts"
+        " worse than its training said, something else is wrong too. Do not serve it as it is.",
     ),
     Rule(
         "K365",
