@@ -177,7 +177,7 @@ def read_pickle(file: Path) -> Any:
             f"{file.name} cannot be read as plain tensors: {why}",
             where=file,
             fix="Fetch it again: it is cut off."
-            if isinstance(fault, zipfile.BadZipFile) and file.open("rb").read(4) == b"PK\x03\x04"
+            if isinstance(fault, zipfile.BadZipFile) and _is_archive(file)
             else f"Ask its publisher for safetensors. {BY_HAND.format(file.name)}",
         ) from fault
     raise CorruptHeader(
@@ -185,6 +185,11 @@ def read_pickle(file: Path) -> Any:
         where=file,
         fix="Fetch it again.",
     )
+
+
+def _is_archive(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return opened.read(4) == b"PK\x03\x04"
 
 
 def _follow(data: bytes, find: Callable[[str], tuple[int, int]]) -> Any:
