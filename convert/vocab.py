@@ -139,7 +139,9 @@ def examine(
         as_offsets, as_absolute = read_ids(target_ids(d2t), spec.vocab, t2d), read_ids(d2t, spec.vocab, t2d)
         kind = kind_of(as_offsets, as_absolute, (copies.by_offset, copies.by_id) if copies else None)
         reading = as_absolute if kind == ABSOLUTE else as_offsets
-        faults += _judge_map(spec, d2t, kind, reading, stored_name(layout, "d2t"), copies)
+        faults += _judge_map(spec, d2t, kind, reading, stored_name(layout, "d2t"))
+        if copies is not None and lm_head is not None and reference is not None and reading.marked_otherwise:
+            faults += _judge_marks(copies, lm_head, reference, t2d, stored_name(layout, "d2t"))
     if copies is not None and kind != ABSOLUTE and copies.by_id > copies.by_offset:
         faults.append(_wrong_rows(copies, stored_name(layout, "lm_head")))
     ids = np.unique(reading.ids[(reading.ids >= 0) & (reading.ids < spec.vocab)])
@@ -199,9 +201,7 @@ def _compare(checkpoint: Checkpoint, layout: Layout, spec: HeadSpec) -> list[Pro
     )
 
 
-def _judge_map(
-    spec: HeadSpec, d2t: np.ndarray, kind: str, reading: Reading, name: str, copies: Copies | None
-) -> list[Problem]:
+def _judge_map(spec: HeadSpec, d2t: np.ndarray, kind: str, reading: Reading, name: str) -> list[Problem]:
     if kind == ABSOLUTE:
         return [
             Problem(
@@ -222,13 +222,25 @@ def _judge_map(
                 "error",
                 name,
                 f"t2d and d2t disagree on {reading.marked_otherwise} tokens",
-                "Keep t2d: d2t names other rows than lm_head's. Export the head again."
-                if copies is not None and 0 < copies.by_offset < copies.rows
-                else "If d2t is right, rebuild t2d from it: kconv vocab HEAD --rebuild-t2d OUT.",
+                "If d2t is right, rebuild t2d from it: kconv vocab HEAD --rebuild-t2d OUT.",
                 TensorValue,
             )
         ]
     return []
+
+
+def _judge_marks(
+    copies: Copies, lm_head: TensorInfo, reference: TensorInfo, t2d: np.ndarray | None, name: str
+) -> list[Problem]:
+    """Find a d2t that names fewer of the rows that lm_head has of the target than t2d marks, in ascending order."""
+    marked = np.flatnonzero(t2d) if t2d is not None else np.arange(0)
+    found = count_copies(lm_head, reference, marked - np.arange(len(marked)))
+    if found is None or found.by_offset <= copies.by_offset:
+        return []
+    what = f"{found.by_offset} of {copies.rows} rows of lm_head equal the target's rows that t2d marks, but only "
+    what += f"{copies.by_offset} those that d2t names: d2t is wrong"
+    fix = "Keep t2d; do not rebuild it. Export the head again with the d2t that it was trained with."
+    return [Problem("K217", "error", name, what, fix, TensorValue)]
 
 
 def _wrong_rows(copies: Copies, name: str) -> Problem:

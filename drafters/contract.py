@@ -195,13 +195,15 @@ def _missing(want: Expected, held: Iterable[str], slot: str) -> Problem:
 def _compare_one(want: Expected, have: TensorInfo, slot: str) -> Iterator[Problem]:
     if have.shape != want.shape:
         follows = f" ({want.formula})" if want.formula else ""
-        follows += "; it is transposed" if have.shape == want.shape[::-1] else ""
+        fix = "Correct the config's dims, or export the head again; its config belongs to another head."
+        if have.shape == want.shape[::-1]:
+            follows, fix = f"{follows}; it is transposed", "Transpose it: a weight is [outputs, inputs]."
         yield _problem(
             TensorShape,
             slot,
             f"{want.name} is {list(have.shape)}; the config demands {list(want.shape)}{follows}",
             want.name,
-            "Correct the config's dims, or export the head again; its config belongs to another head.",
+            fix,
         )
     if have.dtype not in want.dtypes:
         scale = any(code == SCALE_SHAPE and any(fnmatchcase(slot, s) for s in slots) for code, _, slots in BY_TENSOR)

@@ -258,8 +258,8 @@ class Convert(Reading, AttentionOptions):
             raise ReadingBeaten(
                 f"--captured {ids}: of outputs or inputs, outputs of layers {better} are accepted more often",
                 where=self.head,
-                fix=f"Look up the layers in the training's config. If it has none, pass --captured {better}"
-                " --captured-are outputs: only neighbors of the list were measured.",
+                fix="Only lists near that one were measured, so look the layers up in the training's config. If it has"
+                f" none, pass --captured {better} --captured-are outputs.",
             )
         return self.model_copy(update=hints), frozenset(decided.confirmed)
 

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from string import hexdigits
 from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import model_validator
@@ -102,9 +101,14 @@ class Publish(Operation, PublishOptions):
             raise ValueError(f"REPO {self.repo!r} is not of the form org/name")
         for name in ("tag", "revision"):
             if (ref := getattr(self, name)) and not _is_ref(ref):
-                raise ValueError(f"--{name} {ref!r} cannot be the name of a tag or branch")
-        if self.expect_parent and not (len(self.expect_parent) == 40 and set(self.expect_parent) <= set(hexdigits)):
-            raise ValueError(f"--expect-parent {self.expect_parent!r} is no commit of 40 hex digits")
+                raise ValueError(
+                    f"--{name} {ref!r} cannot name a tag or branch in git; use letters, digits, '.', '-' and '/'"
+                )
+        if self.expect_parent:
+            from ..checkpoint.hub import COMMIT
+
+            if not COMMIT.fullmatch(self.expect_parent):
+                raise ValueError(f"--expect-parent {self.expect_parent!r} is no commit; pass its 40 hex digits")
         if self.offline:
             self.refuse("out", unless="without --offline, which publishes nothing")
         if self.min_acceptance is None:
@@ -178,7 +182,7 @@ def _is_ref(name: str) -> bool:
     """Say whether git takes a name for a tag or branch: https://git-scm.com/docs/git-check-ref-format."""
     parts = name.split("/")
     spelled = min(name) > " " and not set(name) & set("~^:?*[\\\x7f") and ".." not in name and "@{" not in name
-    return spelled and all(part.strip(".") and part[0] != "." and not part.endswith((".", ".lock")) for part in parts)
+    return spelled and all(part and part[0] != "." and not part.endswith((".", ".lock")) for part in parts)
 
 
 def recorded_steps(folder: Path) -> list[Publish]:

@@ -69,12 +69,10 @@ class Floor(StrictModel):
     def _says_how(self) -> Self:
         if self.of_text and self.temperature is not None:
             raise ValueError(f"{self.suite} is a kind of text without a temperature; remove temperature")
-        if self.metric == "al_incl_bonus" and self.at_least <= 1:
-            raise ValueError(
-                f"an al_incl_bonus of {self.at_least:g} is no minimum, as it is never below 1; a rate is another metric"
-            )
         if not self.of_text and (self.temperature is None or not self.target):
             raise ValueError(f"a floor on {self.suite} also needs its target (or --target-name) and temperature")
+        if self.metric == "al_incl_bonus" and self.at_least <= 1:
+            raise ValueError("al_incl_bonus is never below 1; state a greater length, or the metric draft_accept_rate")
         return self
 
 

@@ -165,7 +165,7 @@ MISTAKES: list[tuple[str, str, int, tuple[str, ...]]] = [
      ("array.jsonl:1", "each object on a line of its own")),
     ("a card for no repository", "card head --name my-head", 2, ("--name my-head is no Hub id",)),
     ("a floor without its target",
-     "publish head org/head --min-acceptance 2 --suite MT-Bench --draft-tokens 3 --min-prompts 9 --max-loss 0.1", 2,
+     "publish head org/head --min-acceptance 1 --suite MT-Bench --draft-tokens 3 --min-prompts 9 --max-loss 0.1", 2,
      ("--target-name",)),
     ("a pickle", "inspect bin-only", 1, ("head.pt",)),
     ("an empty folder", "inspect empty", 1, ("config.json",)),

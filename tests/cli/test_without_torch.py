@@ -59,10 +59,7 @@ def run(folder: Path, commands: list[list[str]], *missing: str) -> list[Said]:
 
 
 FORMS = published.EAGLE3 | published.OTHERS | block_drafters.FORMS
-# Of the good heads one of each layout and kind; of those that others publish each form.
-HEADS = {
-    name: GOOD[name] for name in {(one.layout, one.spec.kind): name for name, one in GOOD.items()}.values()
-} | FORMS
+HEADS = GOOD | FORMS
 # What is done with each head, in this order; OUT is what it is converted to.
 STEPS = {
     "inspect": ["HEAD"],

@@ -84,8 +84,9 @@ def test_a_wrong_shape_says_what_it_follows_from(tmp_path):
 
 def test_a_transposed_tensor_is_said_to_be_that(tmp_path):
     folder = head(tmp_path, GQA, lambda tensors: tensors.update({"fc.weight": tensors["fc.weight"].T.contiguous()}))
-    with pytest.raises(TensorShape, match=r"\[144, 48\]; the config demands \[48, 144\].*; it is transposed"):
+    with pytest.raises(TensorShape, match=r"\[144, 48\]; the config demands \[48, 144\].*; it is transposed") as caught:
         read_head(open_checkpoint(folder))
+    assert caught.value.fix == "Transpose it: a weight is [outputs, inputs]."
 
 
 def pop(name):

@@ -186,12 +186,18 @@ def test_t2d_of_other_tokens(report):
     assert "--rebuild-t2d" in found.faults[0].fix
 
 
-def test_of_maps_that_disagree_the_one_that_the_rows_contradict_is_wrong(report):
+def test_a_d2t_that_names_fewer_copied_rows_than_t2d_marks_is_wrong(report):
+    found = report(d2t=D2T + 1, lm_head=TARGET[IDS], target=TARGET)
+    assert "8 of 8 rows of lm_head equal the target's rows that t2d marks, but only 0" in faults(found)
+    assert found.faults[-1].fix.startswith("Keep t2d")
+
+
+def test_a_right_d2t_of_which_some_rows_were_trained_is_not_called_wrong(report):
     rows = TARGET[IDS].clone()
-    rows[0] = 0
+    rows[:4] += 1
     found = report(t2d=T2D.roll(1), lm_head=rows, target=TARGET)
-    assert (found.copies.by_offset, found.copies.rows) == (7, 8)
-    assert found.faults[0].fix == "Keep t2d: d2t names other rows than lm_head's. Export the head again."
+    assert found.copies.by_offset == 4 and "t2d and d2t disagree" in faults(found)
+    assert "d2t is wrong" not in faults(found)
 
 
 def test_t2d_of_another_dtype(report):
