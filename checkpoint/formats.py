@@ -70,6 +70,15 @@ def experts_of(module: str) -> str:
     return _EXPERT.sub("", module)
 
 
+def one_form_group(module: str) -> str:
+    """Return a name that only the modules share which an engine builds as one layer, of one form.
+
+    All routed experts of a layer are one:
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py#L187-L222
+    """
+    return experts_of(fused_group(module))
+
+
 @dataclass(frozen=True)
 class FormatTensor:
     """One of the tensors that make up a quantized weight.

@@ -17,6 +17,8 @@ from .group import Command
 from .terminal import echo
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ..convert.read import Head
     from ..engines.base import Engine
 
@@ -97,7 +99,7 @@ def serve(
     name, revision = aimed.served
     deployment = Deployment(name, str(folder), served.spec, own_code, steps=draft_tokens, revision=revision)
     assert chosen.launch is not None
-    _refuse_repeated(options, chosen.launch.command(deployment))
+    _refuse_repeated(options, chosen.launch.command(deployment), chosen.launch.short)
     words = [*chosen.launch.adapted(chosen.launch.command(deployment), Path(python)), *options]
     if engine_python is not None:
         words[0] = str(_program(words[0], Path(python), chosen))
@@ -115,21 +117,29 @@ def serve(
         os.execv(program, [program, *words[1:]])
 
 
-def _refuse_repeated(options: tuple[str, ...], words: list[str]) -> None:
+def _refuse_repeated(options: tuple[str, ...], words: list[str], short: Mapping[str, str]) -> None:
     """Refuse an engine's option that kconv sets; a second one would change what was checked.
 
     Raises:
-        RequestInvalid: an option is one of the command's own, or a part of one (--speculative-config of vLLM).
+        RequestInvalid: an option is one of the command's own, a part of one (--speculative-config.method of vLLM), or
+            the beginning or the short form of one, which argparse takes for it.
     """
-    own = {word.partition("=")[0] for word in words if word.startswith("--")}
+    own = {_spelled(word) for word in words if word.startswith("--")}
     for option in options:
-        name = option.partition("=")[0].replace("_", "-")
-        if name.startswith("--") and any(one == name or one.startswith(f"{name}.") for one in own):
+        first, dot, key = _spelled(option).partition(".")
+        name = f"{short.get(first, first)}{dot}{key}"
+        meant = next((one for one in own if one.startswith(name)), None) if name.startswith("--") else None
+        if meant is not None:
             raise RequestInvalid(
-                f"kconv sets {name} itself, as the head needs it",
+                f"kconv sets {meant} itself, as the head needs it",
                 where=option,
                 fix="Remove it. To choose otherwise, start from the command of --dry-run.",
             )
+
+
+def _spelled(word: str) -> str:
+    """Return an option's name as engines compare it: without its value, and with hyphens for underscores."""
+    return word.partition("=")[0].replace("_", "-")
 
 
 def _program(word: str, python: Path, engine: Engine) -> Path:

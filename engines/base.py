@@ -198,6 +198,7 @@ class Launch:
             command of this engine. The format needs no option: engines read config.json's quantization_config.
         packed: whether it also reads that target in compressed-tensors' form of NVFP4.
         revision: its option for the revision of a target on the Hub; "" if it has none.
+        short: short forms of its options that kconv sets.
         adapted: returns the command's words for the environment of a Python, where they differ there.
     """
 
@@ -210,6 +211,7 @@ class Launch:
     spread: tuple[str, ...] = ()
     packed: bool = False
     revision: str = ""
+    short: Mapping[str, str] = field(default_factory=dict[str, str])
     adapted: Callable[[list[str], Path], list[str]] = lambda words, _: words
 
     def command(self, served: Deployment) -> list[str]:

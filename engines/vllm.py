@@ -663,6 +663,8 @@ ENGINE = Engine(
         # The tokenizer follows it:
         # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/model.py#L598-L599
         revision="--revision",
+        # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/engine/arg_utils.py#L1828
+        short={"-sc": "--speculative-config"},
         adapted=_adapted,
     ),
     # It shows its counters only if it speculates.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -249,27 +249,36 @@ def check_prompts(file: Path) -> None:
             pass
 
 
-def check_data(context: Context, name: str | None) -> None:
+def check_data(context: Context, *names: str | None, chosen: Sequence[str] = ()) -> None:
     """Refuse a file of training data that is not there or holds something else, before anything slow is loaded.
 
     Args:
         context: of the request.
-        name: a file, or the id of a data set on the Hub, which is looked at later; None for neither.
+        names: files, or ids of data sets on the Hub, which are looked at later; None for neither.
+        chosen: the request's options that choose a part of a data set.
 
     Raises:
-        TrainingDataInvalid: it is the name of a file, and there is none; or its first row is no dialogue and no text.
+        TrainingDataInvalid: a name is that of a file, and there is none; or its first row is no dialogue and no text.
+        RequestInvalid: a part is chosen of files.
     """
-    from ..errors import TrainingDataInvalid
+    from ..errors import RequestInvalid, TrainingDataInvalid
 
-    if name is not None and context.path(name).is_file():
-        from ..targets.dialogues import check_first_row
+    given = [name for name in names if name is not None]
+    for name in given:
+        if context.path(name).is_file():
+            from ..targets.dialogues import check_first_row
 
-        check_first_row(context.path(name))
-    if name is not None and name.endswith((".json", ".jsonl")) and not context.path(name).exists():
-        raise TrainingDataInvalid(
-            f"there is no file {name}",
-            where=name,
-            fix="Pass a JSONL file, or the id of a dataset on the Hub (with --split and --revision).",
+            check_first_row(context.path(name))
+        elif name.endswith((".json", ".jsonl")) and not context.path(name).exists():
+            raise TrainingDataInvalid(
+                f"there is no file {name}",
+                where=name,
+                fix="Pass a JSONL file, or the id of a dataset on the Hub (with --split and --revision).",
+            )
+    if chosen and given and all(context.path(name).is_file() for name in given):
+        raise RequestInvalid(
+            f"{', '.join(chosen)}: only with a dataset on the Hub; {given[0]} is a file",
+            fix=f"Remove {' and '.join(chosen)}.",
         )
 
 

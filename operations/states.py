@@ -77,6 +77,8 @@ class States(Operation, StatesOptions):
     def _fits(self) -> Self:
         if bool(self.url) != bool(self.shared):
             raise ValueError("--url and --shared need each other: the server writes states as files")
+        if not self.url:
+            self.refuse("concurrency", unless="with --url")
         if (self.prompts is None) == (self.data is None):
             raise ValueError("pass either --prompts or --data")
         if self.data:
@@ -106,7 +108,7 @@ class States(Operation, StatesOptions):
         refuse_existing_output(self.out)
         if self.prompts:
             check_prompts(context.path(self.prompts))
-        check_data(context, self.data)
+        check_data(context, self.data, chosen=self.given("split", "revision"))
         config = check_target(context, self.target, tokenizer=True)
         from ..drafters.captured import default_outputs
         from ..targets.config import check_captured

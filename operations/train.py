@@ -154,6 +154,8 @@ class Train(Operation, TrainOptions):
             raise ValueError("--url and --shared need each other: the server writes states as files")
         if self.states:
             self.refuse("held_out", "split", "revision", "url", "shared", unless="with --data")
+        if not self.url:
+            self.refuse("concurrency", unless="with --url")
         if self.url:
             self.refuse("held_out", unless="without --url; one prompt in fifty is held out")
         return self
@@ -176,8 +178,7 @@ class Train(Operation, TrainOptions):
             clear_finished(Path(self.out))
         refuse_existing_output(self.out)
         check_keys(self._values(context))
-        for name in (self.data, self.held_out):
-            check_data(context, name)
+        check_data(context, self.data, self.held_out, chosen=self.given("split", "revision"))
         _processes()
         self._check_recipe(context)
         from ..checkpoint.manifest import read_manifest
@@ -243,6 +244,7 @@ class Train(Operation, TrainOptions):
         Raises:
             KconvError: the target's config, the recipe, the data or the states cannot be read.
         """
+        check_data(context, self.data, self.held_out, chosen=self.given("split", "revision"))
         plan = self._plan(context, lambda config, values: self._text(context, config, values))
         return replace(plan, nodes=self._nodes(context, plan.processes)) if self.states else plan
 

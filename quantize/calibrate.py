@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -353,6 +354,12 @@ class _Watch(LayerLinears):
             raise InputScalesInvalid(
                 f"{len(unseen)} modules of {self.layer} received no input, among them {unseen[0]}",
                 fix="Use more prompts. If that fails, this transformers version runs the layer differently.",
+            )
+        if unfit := next((group for group, amax in self._seen.items() if not math.isfinite(amax)), None):
+            raise InputScalesInvalid(
+                f"the input of {self.groups[unfit][0]} has the largest magnitude {self._seen[unfit]}",
+                where=self.layer,
+                fix="Check the weights of this layer and those before it. In F16, use --dtype BF16 or F32.",
             )
         return {module: self._seen[group] for group, modules in self.groups.items() for module in modules}
 

@@ -14,7 +14,17 @@ from types import MappingProxyType
 from typing import Any
 
 from ..checkpoint.folder import Checkpoint
-from ..checkpoint.formats import FP8_PB_WO, FUSED, MXFP4, MXFP4_AMID_FP8, NVFP4, Mxfp4, Nvfp4, fused_group
+from ..checkpoint.formats import (
+    FP8_PB_WO,
+    FUSED,
+    MXFP4,
+    MXFP4_AMID_FP8,
+    NVFP4,
+    Mxfp4,
+    Nvfp4,
+    fused_group,
+    one_form_group,
+)
 from ..checkpoint.header import TensorInfo, byte_size
 from ..errors import RecipeInvalid, TargetInvalid, TensorShape
 from ..targets.config import TargetConfig
@@ -308,18 +318,25 @@ def _choose_rounded(linear: dict[str, StoredWeight], config: TargetConfig, recip
 
 
 def _check_forms(linear: Iterable[str], chosen: Collection[str], rounded: Collection[str], recipe: Recipe) -> None:
-    """Refuse modules that engines fuse and that would not all have one form; no such fused layer exists."""
+    """Refuse modules that engines build as one layer and that would not all have one form; no such layer exists."""
     forms = dict.fromkeys(linear, "unquantized") | dict.fromkeys(chosen, NVFP4.name) | dict.fromkeys(rounded, "FP8")
-    groups = {fused_group(name): name for name in (*rounded, *chosen)}
+    groups = {one_form_group(name): name for name in (*rounded, *chosen)}
     for name, form in forms.items():
-        other = groups.get(fused_group(name), name)
+        other = groups.get(one_form_group(name), name)
         its = NVFP4.name if other in chosen else forms[other]
         if form != its:
             both = f"would be {its} and {form}"
             raise RecipeInvalid(
-                f"{name} {both}" if other == name else f"{other} and {name}, which engines fuse, {both}",
+                f"{name} {both}" if other == name else f"{other} and {name}, one layer in engines, {both}",
                 where=f"quantize, fp8 and keep in the recipe {recipe.name}",
-                fix="Let one of quantize and fp8 match all modules that engines fuse, or neither match any.",
+                fix="Let one of quantize and fp8 match all modules of such a layer, or neither match any.",
+            )
+    for name in chosen:
+        if name.endswith(".kv_b_proj"):
+            raise RecipeInvalid(
+                f"{name} would be {NVFP4.name}, but TensorRT-LLM and SGLang split it per head and need it unquantized",
+                where=f"quantize and keep in the recipe {recipe.name}",
+                fix='Add "*.kv_b_proj" to keep.',
             )
 
 

@@ -17,7 +17,7 @@ import torch
 from ..checkpoint.pickles import read_pickle
 from ..errors import KconvError, StatesInvalid
 from .config import TargetConfig
-from .states import MODELOPT, SequenceRecord, StoredSequence
+from .states import MODELOPT, SequenceRecord, StoredSequence, refuse_zeros
 
 KEYS = ("input_ids", "hidden_states", "aux_hidden_states")
 
@@ -115,6 +115,8 @@ def _read(file: Path, config: TargetConfig, layers: int) -> StoredSequence:
         )
     if len(tokens) < 2 or int(tokens.min()) < 0 or int(tokens.max()) >= config.vocab:
         raise _invalid(file, f"holds token ids outside the target's {config.vocab}, or fewer than two")
+    for states in (hidden, captured):
+        refuse_zeros(states, file)
     mask = values.get("loss_mask")
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != tokens.shape):
         raise _invalid(file, "has a loss_mask with a different length")

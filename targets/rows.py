@@ -24,7 +24,7 @@ from ..checkpoint.header import TensorInfo, byte_size
 from ..checkpoint.tensors import entry, read_span, read_tensor
 from ..errors import StatesInvalid
 from .prompts import KEPT
-from .states import AGAIN, INDEX, RowsRecord, SequenceRecord, StoredStates, check_size, shard_name
+from .states import AGAIN, INDEX, RowsRecord, SequenceRecord, StoredStates, check_size, refuse_zeros, shard_name
 
 HELD_OUT = 0.02  # share of the samples, or of the prompts
 OPEN = 64  # rows kept open for more samples while packing
@@ -275,7 +275,7 @@ class RowTable(Sequence[tuple[Span, ...]]):
                 strict=True,
             )
         )
-        return self.states.select(captured), hidden
+        return self.states.select(captured), refuse_zeros(hidden, self.states.folder)
 
     def files_of(self, rows: Sequence[int]) -> list[str]:
         """Return the names of the files with these rows, from the table's first and last one of them alone."""

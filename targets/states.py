@@ -220,7 +220,9 @@ def read_record(folder: Path) -> StatesRecord:
         StatesInvalid: it is missing or does not match the schema.
     """
     if folder.is_file():
-        raise StatesInvalid(f"{folder} is a file, not a folder of states", where=folder, fix=f"Give {folder.parent}.")
+        raise StatesInvalid(
+            f"{folder} is a file, not a folder of states", where=folder, fix="Pass the folder that kconv states wrote."
+        )
     missing = StatesInvalid(f"{folder} holds no {RECORD}", where=folder, fix="Create it with kconv states.")
     fix = "Create the states again with this kconv."
     return load_json(
@@ -376,10 +378,15 @@ class StoredStates:
             read_tensor(_rows_of(self._info(index, name, columns), begin, end))
             for name, columns in (("aux_hidden_states", layers * width), ("hidden_states", width))
         )
-        return self.select(captured), hidden
+        return self.select(captured), refuse_zeros(hidden, self.folder)
 
     def select(self, captured: torch.Tensor) -> torch.Tensor:
-        """Return the wanted ones of the stored captured layers' states, [T, A * H]."""
+        """Return the wanted ones of the stored captured layers' states, [T, A * H].
+
+        Raises:
+            StatesInvalid: a token's states are all zero.
+        """
+        refuse_zeros(captured, self.folder)
         layers = len(self.record.captured)
         if self.columns == tuple(range(layers)):
             return captured
@@ -436,6 +443,15 @@ class StoredStates:
                 f"{len(absent)} of the {len(names)} files that this process reads are missing, first {absent[0]}",
                 where=self.folder,
                 fix="Fetch them. With several nodes, kconv train --dry-run --json lists the files of each.",
+            )
+
+    def check_lm_head(self, blake3: str, target: str) -> None:
+        """Refuse states of a target with the same config but other weights, detected by its output matrix."""
+        if blake3 != self.record.target.lm_head_blake3:
+            raise StatesInvalid(
+                f"the states come from {self.record.target.source}, whose lm_head differs from {target}'s",
+                where=self.folder,
+                fix="Pass the target that the states come from, or create states for this one.",
             )
 
     def verify(self) -> None:
@@ -538,6 +554,15 @@ def check_size(file: Path, wanted: int) -> Path:
             f"{file.name} has {size:,} bytes, but {wanted:,} were written", where=file.parent, fix=AGAIN
         )
     return file
+
+
+def refuse_zeros(states: torch.Tensor, folder: Path) -> torch.Tensor:
+    """Return states, [T, width], and refuse a token whose states are all zero: a hole in a file reads as that."""
+    # The first column alone is read of all tokens.
+    suspects = states[states[:, 0] == 0]
+    if len(suspects) and not bool(suspects.any(dim=1).all()):
+        raise StatesInvalid("a token's states are all zero: part of a file was never written", where=folder, fix=AGAIN)
+    return states
 
 
 def _rows_of(info: TensorInfo, begin: int, end: int) -> TensorInfo:

@@ -6,6 +6,7 @@ import functools
 import gc
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,19 @@ def tiny_target(cache: Path) -> Path:
 
     with FileLock(cache / ".tiny-target.lock"):
         return make_target(TEST, cache)
+
+
+@pytest.fixture(scope="session")
+def other_target(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder as `tiny_target` but for its lm_head: another fine-tune, of the same config."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("other") / "target"
+    shutil.copytree(tiny_target, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] *= 2
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ..checkpoint.staging import staged
-from ..errors import OutputExists, TrainingFailed
+from ..errors import OutputExists, PromptsInvalid, TrainingFailed
 from ..installed import sources_digest
 from ..targets.config import parse_target_config
 from ..targets.model import CausalLM, build_target, one_thread
@@ -328,10 +328,16 @@ def write_tiny(
     Raises:
         OutputExists, OutputFailed: the folder exists, or cannot be written.
         TrainingFailed: see `make_target`.
+        PromptsInvalid: there are fewer held-out texts of that length.
     """
     made = make_target({"demo": DEMO, "test": TEST}[size], cache_root())
     corpus, tokenizer = read_corpus(), load_tokenizer(made)
     long_enough = [text for text in corpus.held_out if len(tokenizer.encode(text)) >= prompt_tokens]
+    if prompts > (most := len(long_enough) - EVALUATED):
+        raise PromptsInvalid(
+            f"{prompts} held-out prompts of {prompt_tokens} tokens are more than the {max(most, 0)} that there are",
+            fix="Ask for fewer or shorter ones (--prompts, --prompt-tokens).",
+        )
     asked, evaluated = long_enough[:prompts], long_enough[prompts:][:EVALUATED]
     with staged(out) as folder:
         shutil.copytree(made, folder / "target")

@@ -31,6 +31,7 @@ from .options import GenerateOptions
 ANSWERED, FAILED, SKIPPED = "answered", "failed", "skipped"
 LONGEST_PAUSE = 60.0  # seconds
 ANSWER_SECONDS = 1800.0  # that one answer may take
+ONE_TEXT = ("model", "temperature")  # that all answers of a file have in common; a retry may allow more tokens
 ATTEMPTS = 4  # at a turn, before its prompt counts as failed
 
 
@@ -46,15 +47,16 @@ def generate(
     When the run ends, the lines are in the order of the prompts, one per prompt, after those of other prompts. So a
     killed and resumed run leaves the same file as an uninterrupted one, if the server gives the same answers.
 
-    A line is {"id", "digest", "category", "messages", "finish_reasons"} or {"id", "digest", "failed": why}. Reasoning
-    that the server separated from an answer is stored next to it, as "reasoning_content". Prompts that already have an
-    answer in `out` are skipped, so a stopped run resumes; failed ones are tried again.
+    A line is {"id", "digest", "category", "messages", "finish_reasons", "request"} or {"id", "digest", "failed": why};
+    "request" is the model and how it was sampled. Reasoning that the server separated from an answer is stored next to
+    it, as "reasoning_content". Prompts that already have an answer in `out` are skipped, so a stopped run resumes;
+    failed ones are tried again.
 
     Returns:
         How many prompts were answered, failed, or skipped; they add up to all of them.
 
     Raises:
-        OutputExists: another run is writing `out`.
+        OutputExists: another run is writing `out`, or it holds another model's answers, or at another temperature.
         OutputFailed: `out` cannot be written.
         PromptsInvalid: `out` holds something other than answers.
         ServerUnreachable: nothing listens at the address, or no longer does after some attempts.
@@ -69,7 +71,7 @@ def generate(
             out.parent.mkdir(parents=True, exist_ok=True)
             out.touch()
         with alone(out, busy):
-            done = _answered(out)
+            done = _answered(out, _request(client, options))
             left = [prompt for prompt in prompts if prompt.digest not in done]
             counts: Counter[str] = Counter({SKIPPED: len(prompts) - len(left)})
             if left and not new:
@@ -90,7 +92,7 @@ def generate(
         raise EngineFailed(
             f"none of {len(left)} prompts was answered; the last one failed with: {why}",
             where=client.url,
-            fix="Check the address and the model's name; the same command resumes.",
+            fix="Check the address, the model's name and --max-tokens; the same command resumes.",
         )
     return counts
 
@@ -131,19 +133,37 @@ def _put_in_order(out: Path, prompts: Sequence[Prompt]) -> None:
     ordered.replace(out)
 
 
-def _answered(out: Path) -> set[str]:
+def _request(client: Client, options: GenerateOptions) -> dict[str, Any]:
+    """Return what every request says, whatever it asks."""
+    return {
+        "model": client.model,
+        "max_tokens": options.max_tokens,
+        "temperature": options.temperature,
+        "seed": options.seed,
+    }
+
+
+def _answered(out: Path, request: dict[str, Any]) -> set[str]:
     """Return the digests of the prompts with an answer in a file; the beginning of an answer at its end is removed."""
     fix = "Choose another file."
     *lines, last = read_bounded(out, PromptsInvalid, limit=MAX_LINES, fix=fix).split(b"\n")
     try:
-        answers = dict(map(_parse_answer, lines))
+        values = list(map(_parse_answer, lines))
         begun = _begins_answer(last)
         if last and not begun:
-            answers |= [_parse_answer(last)]
+            values.append(_parse_answer(last))
     except ValueError as fault:
         raise PromptsInvalid(
             f"{out.name} holds something other than answers: {no_json(fault)}", where=out, fix=fix
         ) from fault
+    answers = {value["digest"]: "messages" in value for value in values}
+    for before, (key, own) in itertools.product((value.get("request") for value in values), request.items()):
+        if key in ONE_TEXT and isinstance(before, dict) and before.get(key) != own:
+            raise OutputExists(
+                f"{out.name} holds answers with the {key} {before.get(key)}, and this run has {own}",
+                where=out,
+                fix=f"Choose another file, or pass --{key} {before.get(key)} to resume.",
+            )
     if last:
         with out.open("r+b") as file:
             file.seek(-len(last) if begun else 0, os.SEEK_END)
@@ -152,12 +172,12 @@ def _answered(out: Path) -> set[str]:
     return {digest for digest, answered in answers.items() if answered}
 
 
-def _parse_answer(line: bytes) -> tuple[str, bool]:
-    """Return a line's digest, and whether it holds an answer, or only why there is none."""
+def _parse_answer(line: bytes) -> dict[str, Any]:
+    """Return a line's values: a digest, and an answer's messages or why there is none."""
     value = parse_json(line)
     if not isinstance(value, dict) or not isinstance(value.get("digest"), str) or not {"messages", "failed"} & {*value}:
         raise ValueError(f"{line[:SHOWN].decode(errors='replace')} has no digest with messages")
-    return value["digest"], "messages" in value
+    return value
 
 
 def _begins_answer(cut: bytes) -> bool:
@@ -188,7 +208,7 @@ def _ask(client: Client, options: GenerateOptions, prompt: Prompt) -> dict[str, 
             return line | {"failed": f"an empty answer ({reason})"}
         messages.append({"role": "assistant"} | answer)
         reasons.append(reason)
-    return line | {"messages": messages, "finish_reasons": reasons}
+    return line | {"messages": messages, "finish_reasons": reasons, "request": _request(client, options)}
 
 
 def _read_answer(reply: Reply) -> tuple[dict[str, str], str]:
@@ -207,13 +227,7 @@ def _read_answer(reply: Reply) -> tuple[dict[str, str], str]:
 
 def _complete(client: Client, options: GenerateOptions, messages: list[dict[str, str]]) -> Reply:
     """Return the server's reply; ask again if it is busy or the connection broke."""
-    body = {
-        "model": client.model,
-        "messages": messages,
-        "max_tokens": options.max_tokens,
-        "temperature": options.temperature,
-        "seed": options.seed,
-    }
+    body = _request(client, options) | {"messages": messages}
     for attempt in itertools.count(1):
         last, asked_for = attempt >= ATTEMPTS, None
         try:

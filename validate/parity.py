@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from ..checkpoint.bytes import digest
 from ..checkpoint.folder import Checkpoint, open_checkpoint
 from ..checkpoint.manifest import Action, read_manifest
 from ..checkpoint.source import Source
@@ -22,7 +23,7 @@ from ..drafters.eagle3 import EAGLE3
 from ..drafters.fingerprint import difference, fingerprint
 from ..drafters.forward import DraftHead
 from ..drafters.rope_keys import read_rope
-from ..errors import KconvError, ManifestMismatch, NotACheckpoint, PromptsInvalid, StatesInvalid, TargetInvalid
+from ..errors import KconvError, ManifestMismatch, NotACheckpoint, PromptsInvalid, TargetInvalid
 from ..measure.drafting import Measured, Proposer, count_halves, head_drafter, measure_states
 from ..measure.held_out import HeldOut, refuse_overlap
 from ..measure.parts import Parts
@@ -312,22 +313,9 @@ def _open_states(
 ) -> StatesFolder:
     if (folder / RECORD).exists() or not any(folder.rglob("*.pt")):
         states = open_states(folder, config=config, captured=captured)
-        _check_lm_head(states, target, config)
+        states.check_lm_head(digest(target.open_tensors({config.lm_head})[config.lm_head]), target.name)
         return states
     return open_modelopt_states(folder, config=config, captured=captured, allow_pickle=allow_pickle)
-
-
-def _check_lm_head(states: StoredStates, target: Source, config: TargetConfig) -> None:
-    """Refuse states of a target with the same config but other weights, detected by its output matrix."""
-    from ..checkpoint.bytes import digest
-
-    own = digest(target.open_tensors({config.lm_head})[config.lm_head])
-    if own != states.record.target.lm_head_blake3:
-        raise StatesInvalid(
-            f"the states come from {states.record.target.source}, whose lm_head differs from {target.name}'s",
-            where=states.folder,
-            fix="Pass the target that the states come from, or create states for this one.",
-        )
 
 
 def _load_heads(

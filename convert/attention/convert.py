@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...checkpoint.bytes import digest
 from ...checkpoint.manifest import Manifest
 from ...checkpoint.source import Source
 from ...checkpoint.tensors import TORCH, read_tensor
@@ -101,12 +102,13 @@ def convert_attention(
     spec = head.spec
     head_dim = None if options.head_dim == "auto" else int(options.head_dim)
     check_layout(replace(outline(spec, kind, head_dim), dtype=spec.dtype), layout, head.places)
+    shared = find_shared(target, SLOTS)
     if states is not None:
+        states.check_lm_head(digest(shared.lm_head), target.name)
         texts = stored_texts(states, spec)
     else:
         file, trusted = Path(options.prompts or ""), options.trust_remote_code
         texts = prompted_texts(file, options.context, spec, target, trust_remote_code=trusted)
-    shared = find_shared(target, SLOTS)
     refuse_target(head, layout, shared)
     weights = read_weights(head)
     weights |= {slot: read_tensor(shared.matching(slot, spec)) for slot in SLOTS if slot not in weights}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ...checkpoint.bytes import file_digest
+from ...checkpoint.bytes import digest, file_digest
 from ...checkpoint.formats import CONFIG_KEY, INPUT_SCALE, SIDE_FILE
 from ...checkpoint.manifest import FileRecord, Manifest, write_manifest
 from ...checkpoint.source import Source
@@ -72,7 +72,9 @@ def quantize_head(
     check_head(head, format_)
     plan(head, head.layout, WriteOptions(shared))
     config = read_target_config(target.fetch_config())
-    texts = stored_texts(open_states(states, config=config, captured=head.spec.captured), head.spec, is_fitted=False)
+    stored = open_states(states, config=config, captured=head.spec.captured)
+    stored.check_lm_head(digest(shared.lm_head), target.name)
+    texts = stored_texts(stored, head.spec, is_fitted=False)
     weights = read_weights(head)
     weights |= {slot: read_tensor(shared.matching(slot, head.spec)) for slot in SLOTS if slot not in weights}
     calibration = texts.calibration(lm_head)

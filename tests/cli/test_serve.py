@@ -103,7 +103,10 @@ def test_a_head_that_kconv_starts_no_engine_with_has_no_such_line(folders, name,
     assert ("FAIL" in shown or "PASS" in shown) and "next:" not in shown
 
 
-@pytest.mark.parametrize("option", ["--speculative-config.model=other", "--speculative_config", "--speculative-config"])
+@pytest.mark.parametrize("option", [
+    "--speculative-config.model=other", "--speculative_config", "--speculative-config", "--speculative-conf", "-sc",
+    "--speculative-config.num_speculative_tokens", "-sc.num_speculative_tokens=64",
+])  # fmt: skip
 def test_an_option_that_kconv_sets_cannot_be_given_again(folders, option):
     head, target, _ = folders("gqa, vllm", "vllm")
     done = CliRunner().invoke(main, ["serve", str(head), "--target", str(target), "--dry-run", "--", option, "x"])

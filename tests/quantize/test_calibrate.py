@@ -1,6 +1,7 @@
 """Calibration layer by layer: the amaxes of the whole model, from every form; and a command that hands them on."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -214,6 +215,18 @@ def test_a_layer_that_runs_in_another_way_is_named(forms, monkeypatch):
     monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: x @ self.weight.T)
     with pytest.raises(InputScalesInvalid, match=r"\d+ modules of model.layers.0 received no input"):
         run(forms("bf16"), sequences(1))
+
+
+def test_an_input_that_is_no_number_is_named(forms, tmp_path):
+    folder = tmp_path / "target"
+    shutil.copytree(forms("bf16"), folder)
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        if (norm := tensors.get("model.layers.1.input_layernorm.weight")) is not None:
+            norm[0] = float("nan")
+            save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(InputScalesInvalid, match=r"input of model.layers.1.self_attn.\w+ has .* nan"):
+        run(folder, sequences(1))
 
 
 def test_the_command_writes_what_quantize_takes(forms, tmp_path):

@@ -181,7 +181,7 @@ REFUSED = {
     "FP8 of q_a alone": (
         {"fp8": ("model.layers.*.self_attn.q_a_proj",)},
         RecipeInvalid,
-        "kv_a_proj_with_mqa, which engines fuse, would be FP8 and unquantized",
+        "kv_a_proj_with_mqa, one layer in engines, would be FP8 and unquantized",
     ),
     "one layer's kv_a kept": (
         {"keep": ("model.layers.1.self_attn.kv_a_proj_with_mqa", "*.kv_b_proj")},
@@ -193,6 +193,17 @@ REFUSED = {
         RecipeInvalid,
         "would be NVFP4 and unquantized",
     ),
+    "one expert plain": (
+        {"keep": ("model.layers.1.mlp.experts.0.*", "*.kv_b_proj")},
+        RecipeInvalid,
+        "one layer in engines, would be NVFP4 and unquantized",
+    ),
+    "NVFP4 of all experts' down alone": (
+        {"quantize": ("model.layers.*.mlp.experts.*.down_proj",)},
+        RecipeInvalid,
+        "would be NVFP4 and unquantized",
+    ),
+    "kv_b_proj": ({"quantize": ("*",), "fp8": (), "keep": ()}, RecipeInvalid, r"kv_b_proj would be NVFP4"),
     "no such module": ({"fp8": ("model.layers.*.attention.*",)}, RecipeInvalid, "matches no linear module"),
     "an embedding": ({"fp8": ("lm_head",)}, RecipeInvalid, "matches no linear module"),
     "no whole blocks": (

@@ -300,6 +300,9 @@ FAULTS = (
     TargetFault("q_a packed, kv_a not", "K406",
                 both(unpack(f"{ATTENTION}.kv_a_proj_with_mqa"),
                      excludes(lambda e: [*e, f"{ATTENTION}.kv_a_proj_with_mqa"])), "nvfp4"),
+    TargetFault("one expert plain", "K406",
+                both(*(both(unpack(f"{EXPERT}.{part}"), excludes(lambda e, part=part: [*e, f"{EXPERT}.{part}"]))
+                       for part in ("gate_proj", "up_proj", "down_proj")))),
     TargetFault("a router packed", "K407", pack(f"{LAYER}.mlp.gate")),
     TargetFault("an indexer's weights_proj packed", "K407", both(add_indexer, pack(INDEXER)), "nvfp4"),
     TargetFault("an indexer's wk packed", "K407", both(add_indexer, pack(WK)), "nvfp4"),

@@ -77,6 +77,17 @@ def test_a_changed_shard_is_found(copy):
         open_states(copy).verify()
 
 
+def test_a_hole_in_a_shard_is_told(copy):
+    """A copy that was cut off has its size and zeros at its end on many disks."""
+    for shard in copy.glob("states-*.safetensors"):
+        data = shard.read_bytes()
+        shard.write_bytes(data[: len(data) // 2].ljust(len(data), b"\0"))
+    states = open_states(copy)
+    last = states.shards[0].count - 1
+    with pytest.raises(StatesInvalid, match="states are all zero"):
+        states.read(last)
+
+
 @pytest.mark.parametrize(
     ("spoil", "what"),
     [

@@ -14,11 +14,11 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer, PreTrainedConfig
 
 from kconv.drafters.captured import default_outputs
-from kconv.errors import TrainingFailed
+from kconv.errors import PromptsInvalid, TrainingFailed
 from kconv.targets.config import read_target_config
 from kconv.targets.model import load_target
 from kconv.tiny.recipe import DEMO, TEST, cache_root
-from kconv.tiny.target import kimi_config, make_target, pack
+from kconv.tiny.target import EVALUATED, kimi_config, make_target, pack, write_tiny
 from kconv.tiny.text import read_corpus
 
 # A recipe of a few steps and two layers: what it learns does not matter, where it is written does.
@@ -135,6 +135,15 @@ def quick(tmp_path_factory):
     steps, cache = [], tmp_path_factory.mktemp("quick")
     torch.manual_seed(5)
     return make_target(QUICK, cache, lambda *step: steps.append(step)), cache, steps
+
+
+def test_more_prompts_than_there_are_texts_are_refused(tiny_target, tmp_path):
+    """Those for evaluation would go first, without a word."""
+    with pytest.raises(PromptsInvalid, match=r"5000 held-out prompts of 96 tokens are more than the \d+"):
+        write_tiny(tmp_path / "out", "test", prompts=5000, prompt_tokens=96)
+    write_tiny(tmp_path / "out", "test", prompts=8, prompt_tokens=96)
+    written = {file.stem: len(file.read_text().splitlines()) for file in (tmp_path / "out").glob("*.jsonl")}
+    assert written["held-out"] == 8 and written["eval"] == EVALUATED
 
 
 def test_the_same_recipe_is_not_made_twice(quick):

@@ -212,6 +212,24 @@ def test_a_file_of_something_else_is_not_written_to(server, tmp_path):
     assert not server.asked
 
 
+@pytest.mark.parametrize("other", [{"model": "tuned"}, {"temperature": 1.0}])
+def test_answers_of_another_model_or_temperature_are_not_mixed_in(server, tmp_path, other):
+    out = tmp_path / "dialogues.jsonl"
+
+    def ask(**changed):
+        name = changed.pop("model", "target")
+        return generate(PROMPTS[:2], http.Client(server.url, name, 10), GenerateOptions(**changed), out)
+
+    ask()
+    before, asked = out.read_bytes(), server.asked.total()
+    (key,) = other
+    with pytest.raises(OutputExists, match=f"holds answers with the {key}"):
+        ask(**other)
+    assert (out.read_bytes(), server.asked.total()) == (before, asked)
+    # More tokens may answer what failed.
+    ask(max_tokens=8192)
+
+
 def test_a_recipes_step_asks_only_what_got_no_answer(server, tmp_path):
     prompts, file = tmp_path / "prompts.jsonl", tmp_path / "chain.yaml"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("three", "four", "five")))

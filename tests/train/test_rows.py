@@ -157,6 +157,19 @@ def test_an_index_or_a_shard_of_other_states_is_refused(tiny_target, tmp_path):
         place_rows(open_states(one), SEQ, held_out=False).rows.take(torch.tensor([0]))
 
 
+def test_a_hole_in_a_shard_is_told(tiny_target, tmp_path):
+    """A copy that was cut off has its size and zeros at its end on many disks."""
+    folder = write(tiny_target, tmp_path / "states", answers(40), text_tokens=96)
+    for shard in folder.glob("states-*"):
+        data = shard.read_bytes()
+        shard.write_bytes(data[: len(data) // 2].ljust(len(data), b"\0"))
+    placed = place_rows(open_states(folder), SEQ, held_out=False)
+    with pytest.raises(StatesInvalid, match="states are all zero"):
+        for row in range(len(placed.places)):
+            for number, start, length in placed.places[row]:
+                placed.states.read_span(number, start, start + length)
+
+
 def test_counts_that_were_changed_are_refused(tiny_target, tmp_path):
     folder = store(tiny_target, tmp_path, 40)
     info = open_states(folder).index["counts"]

@@ -207,9 +207,12 @@ def test_what_nobody_read_is_removed_however_the_trainer_ends(tmp_path, how):
     [
         (["--url", "http://127.0.0.1:9"], "--url and --shared need each other"),
         (["--url", "http://127.0.0.1:9", "--shared", "x", "--held-out", "y.jsonl"], "--held-out: only without --url"),
+        (["--concurrency", "4"], "--concurrency: only with --url"),
+        (["--split", "test", "--revision", "abc"], "--split, --revision: only with a dataset on the Hub"),
     ],
 )
-def test_what_a_stream_has_no_use_for_is_refused(tiny_target, data, tmp_path, more, said):
-    words = ["train", tiny_target, tmp_path / "head", "--recipe", "eagle3-mla", "--data", data, *more]
+@pytest.mark.parametrize("asked", [[], ["--dry-run"]])
+def test_what_the_data_has_no_use_for_is_refused(tiny_target, data, tmp_path, more, said, asked):
+    words = ["train", tiny_target, tmp_path / "head", "--recipe", "eagle3-mla", "--data", data, *more, *asked]
     done = CliRunner().invoke(main, list(map(str, words)))
     assert done.exit_code == 2 and said in done.stderr

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from ...checkpoint.bytes import read_floats, stream
-from ...checkpoint.formats import FP8_BLOCKS, FP8_PB_WO, NVFP4, ONLY_QUANTIZED, fused_group, is_scale
+from ...checkpoint.formats import FP8_BLOCKS, FP8_PB_WO, NVFP4, ONLY_QUANTIZED, fused_group, is_scale, one_form_group
 from ...checkpoint.header import TensorInfo
 from ...rule import Found, Rule
 from .subject import ENGINES, concerned
@@ -59,13 +59,12 @@ def packed_width(subject: TargetSubject) -> Iterator[Found]:
 
 
 def fused_part_unpacked(subject: TargetSubject) -> Iterator[Found]:
-    packed, fp8 = ({fused_group(base) for base in modules} for modules in (subject.packed, subject.fp8))
-    for base in subject.plain:
-        if fused_group(base) in packed | fp8:
-            yield Found(base, "is not quantized, but the modules fused with it are")
-    for base in subject.fp8:
-        if fused_group(base) in packed:
-            yield Found(base, "is FP8, but the modules fused with it are NVFP4")
+    packed, fp8 = ({one_form_group(base) for base in modules} for modules in (subject.packed, subject.fp8))
+    # One finding for a layer: it may have hundreds of experts.
+    plain = {group: base for base in reversed(subject.plain) if (group := one_form_group(base)) in packed | fp8}
+    mixed = {group: base for base in reversed(tuple(subject.fp8)) if (group := one_form_group(base)) in packed}
+    yield from (Found(base, "is not quantized, but modules of the same layer are") for base in plain.values())
+    yield from (Found(base, "is FP8, but modules of the same layer are NVFP4") for base in mixed.values())
 
 
 def fp8_part(subject: TargetSubject) -> Iterator[Found]:
@@ -250,8 +249,8 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K406",
         "fused-part-unpacked",
         "error",
-        "Engines fuse these modules into one, but they are not all NVFP4, or all FP8. No such fused layer exists.",
-        fix="Quantize all of q_a/kv_a, of q/k/v or of gate/up in one form, or none.",
+        "Engines build these modules as one layer, but they are not all NVFP4, or all FP8. No such layer exists.",
+        fix="Quantize all of q_a/kv_a, of q/k/v, of gate/up or of a layer's routed experts in one form, or none.",
         seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py#L187-L222",
         check=fused_part_unpacked,
     ),
