@@ -222,7 +222,7 @@ def _judge_map(spec: HeadSpec, d2t: np.ndarray, kind: str, reading: Reading, nam
                 "error",
                 name,
                 f"t2d and d2t disagree on {reading.marked_otherwise} tokens",
-                "If d2t is right, rebuild t2d from it: kconv vocab HEAD --rebuild-t2d OUT.",
+                "If d2t is right, rebuild t2d from it: kconv vocab HEAD --rebuild-t2d OUT --target TARGET.",
                 TensorValue,
             )
         ]
@@ -284,17 +284,26 @@ def _warn(kind: str, lost: list[str]) -> tuple[str, ...]:
     return tuple(warnings)
 
 
-def rebuild_t2d(checkpoint: Checkpoint, layout: Layout | None, hints: Hints) -> Plan:
+def rebuild_t2d(
+    checkpoint: Checkpoint, layout: Layout | None, hints: Hints, reference: TensorInfo | None = None
+) -> Plan:
     """Plan a head with a `t2d` rebuilt from its `d2t`, replacing any `t2d` that it has.
+
+    `reference` is the target's lm_head, whose rows the head may have copied.
 
     Raises:
         LayoutCannot: the head has no map.
-        TensorValue: its d2t is not a valid map. Also see `read_head`.
+        TensorValue: its d2t is not a valid map, or the rows show that t2d is right instead. Also see `read_head`.
     """
     layout = _layout_of(checkpoint, layout)
     head = read_head(_without_t2d(checkpoint, layout), layout=layout, hints=hints)
     _need_map(head)
-    ids = target_ids(read_integers(head.places["d2t"][1]))
+    d2t, lm_head = read_integers(head.places["d2t"][1]), head.places["lm_head"][1]
+    ids = target_ids(d2t)
+    if reference is not None and (copies := count_copies(lm_head, reference, d2t)) is not None:
+        t2d = usable_mask(checkpoint.tensors.get(stored_name(layout, "t2d")), head.spec.vocab)
+        for problem in _judge_marks(copies, lm_head, reference, t2d, stored_name(layout, "d2t")):
+            raise problem.error()
     marks = from_integers(mask(ids, head.spec.vocab), f"marks the {len(ids)} tokens that d2t maps to")
     return plan_in_place(head, Change(head.spec, {"t2d": _rebuilt(head, checkpoint, "t2d", marks)}))
 

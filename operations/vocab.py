@@ -174,7 +174,7 @@ class Vocab(Reading):
         known, head, layout = self._known(context), context.source(self.head).open_weights(), self.layout()
         hints = self.hints().model_copy(update={"target_layers": known.layers}) if known else self.hints()
         if self.rebuild_t2d:
-            return rebuild_t2d(head, layout, hints)
+            return rebuild_t2d(head, layout, hints, known.lm_head if known else None)
         if self.absolute:
             return write_offsets(head, layout, hints, known.lm_head if known else None)
         if self.expand or known is None or self.text is None or self.prune is None:

@@ -205,8 +205,10 @@ def _load(state: Mapping[str, Tensor], folder: Path) -> None:
         with _quiet():
             load(plain, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=not is_initialized())
     except (CheckpointException, ValueError, RuntimeError) as fault:
+        # torch's own text of a process's exception holds its traceback.
+        inner = next(iter(fault.failures.values()))[0] if isinstance(fault, CheckpointException) else fault
         raise TrainingFailed(
-            f"the checkpoint is damaged or belongs to another head: {fault}",
+            f"the checkpoint is damaged or belongs to another head: {inner}",
             where=folder,
             fix="Delete its folder, and repeat the command.",
         ) from fault

@@ -171,7 +171,8 @@ def _floor_reached(candidate: Candidate) -> Iterator[Found]:
     if not found:
         measured = "; ".join(list_measured(candidate.report, candidate.acceptance)) or "nothing"
         least = f"{floor.name}, over {floor.prompts} prompts or more"
-        yield Found(floor.suite, f"{least}, was not measured; measured: {measured}")
+        fix = "Measure that (kconv bench, kconv validate), or state the floor of what was measured."
+        yield Found(floor.suite, f"{least}, was not measured; measured: {measured}", fix)
     for one in found:
         if not one.value >= floor.at_least:
             yield Found(one.where, f"{floor.name} is {one.value:.3f}, below the floor of {floor.at_least!r}")
@@ -320,7 +321,7 @@ CHECKS = (
         "the-floor-is-reached",
         "error",
         "The acceptance reaches the floor.",
-        "Train longer, or measure with kconv bench.",
+        "Train longer, or state a floor that this head is to reach.",
         _floor_reached,
         asked_of=_drafts,
     ),

@@ -125,6 +125,19 @@ class TestRebuild:
         with pytest.raises(TensorValue, match="outside"):
             run(rebuild_t2d, tmp_path / "zeros", tmp_path / "out")
 
+    def test_a_d2t_that_the_targets_rows_contradict_is_not_rebuilt_from(self, tmp_path):
+        spec, ids = replace(GQA, draft_vocab=20), torch.arange(0, 40, 2)
+        target = torch.randn(64, spec.hidden, generator=torch.Generator().manual_seed(2)).bfloat16()
+        save_file({"lm_head.weight": target}, tmp_path / "target.safetensors")
+        reference = read_header(tmp_path / "target.safetensors")["lm_head.weight"]
+        t2d = torch.zeros(64, dtype=torch.bool).index_fill(0, ids, True)
+        write(tmp_path / "wrong", spec, d2t=torch.arange(20) + 1, t2d=t2d, lm_head=target[ids])
+        with pytest.raises(TensorValue, match="d2t is wrong"):
+            run(rebuild_t2d, tmp_path / "wrong", tmp_path / "out", reference)
+        write(tmp_path / "right", spec, d2t=torch.arange(20), t2d=t2d.roll(1), lm_head=target[ids])
+        run(rebuild_t2d, tmp_path / "right", tmp_path / "out", reference)
+        assert torch.equal(load(tmp_path / "out")["t2d"], t2d)
+
 
 class TestOffsets:
     def write_absolute(self, folder, spec=REDUCED, layout="vllm", **changes):

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from support.listing import names
 
-from kconv.errors import OutputExists, OutputFailed
+from kconv.errors import OutputExists, OutputFailed, TrainingFailed
 from kconv.train import checkpoints, run
 from kconv.train.checkpoints import clear_finished, newest, workplace
 from kconv.train.options import TrainOptions
@@ -63,6 +63,23 @@ def test_a_checkpoint_that_was_cut_short_is_not_gone_on_from(make_job, unstopped
     (work / "checkpoint-10" / "trainer_state.json").write_text('{"epoch": 2')
     assert newest(work, 12) == work / "checkpoint-5"
     assert same(weights(train(make_job(GQA), tmp_path / "head", options)), weights(unstopped))
+
+
+@pytest.mark.parametrize("part", ["head", "optimizer"])
+def test_a_damaged_checkpoint_is_named_without_a_traceback(make_job, tmp_path, part):
+    def stop(done: int, _steps: int, _loss: float) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    options = TrainOptions(save_every=2)
+    with pytest.raises(KeyboardInterrupt):
+        train(make_job(GQA), tmp_path / "head", options, stop)
+    folder = tmp_path / ".head.training" / "checkpoint-2" / part
+    largest = max(folder.iterdir(), key=lambda file: file.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:100])
+    with pytest.raises(TrainingFailed, match="the checkpoint is damaged") as caught:
+        train(make_job(GQA), tmp_path / "head", options)
+    assert "Traceback" not in str(caught.value) and str(caught.value.where) == str(folder)
 
 
 @pytest.mark.parametrize("save_every", [pytest.param(5, marks=pytest.mark.slow), 10])

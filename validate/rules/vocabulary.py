@@ -153,7 +153,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "error",
         "t2d marks other tokens than d2t maps to. One of the maps belongs to another head.",
         fix="Run kconv vocab HEAD --target T, which compares lm_head's rows with the target's. If d2t is right, rebuild"
-        " t2d: kconv vocab HEAD OUT --rebuild-t2d.",
+        " t2d: kconv vocab HEAD OUT --rebuild-t2d --target T.",
         values=True,
         check=t2d_contradicts,
         drafters=EVERY_FAMILY,
