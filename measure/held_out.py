@@ -13,7 +13,7 @@ from ..checkpoint.folder import read_json
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.source import Source
 from ..errors import PromptsInvalid
-from ..targets.prompts import KEPT, Prompt, digest_prompts, read_prompts
+from ..targets.prompts import KEPT, Prompt, digest_prompts, read_prompts, refuse_repeated
 from ..targets.states import CONTENTS, RECORD
 from ..targets.suites import SUITES, load_suite
 
@@ -74,7 +74,7 @@ def read_held_out(name: str) -> tuple[tuple[Prompt, ...], str]:
         The prompts, and their revision: a commit, or a file's sha256.
 
     Raises:
-        PromptsInvalid: they cannot be read, or a suite is named without a commit.
+        PromptsInvalid: they cannot be read, one of a file repeats another, or a suite is named without a commit.
         SuiteInvalid, HubRefused, HubUnreachable: see `load_suite`.
     """
     suite, _, revision = name.partition("@")
@@ -87,7 +87,7 @@ def read_held_out(name: str) -> tuple[tuple[Prompt, ...], str]:
         found = load_suite(suite, revision=revision)
         return found.prompts, found.revision
     file = Path(name)
-    return read_prompts(file), f"sha256:{file_digest(file)}"
+    return refuse_repeated(read_prompts(file), file), f"sha256:{file_digest(file)}"
 
 
 def refuse_overlap(digests: Iterable[str], head: Path, calibrated_on: Iterable[Path] = ()) -> None:

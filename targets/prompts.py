@@ -51,6 +51,23 @@ def read_prompts(file: Path) -> tuple[Prompt, ...]:
     return tuple(each_prompt(file))
 
 
+def refuse_repeated(prompts: tuple[Prompt, ...], file: Path) -> tuple[Prompt, ...]:
+    """Return prompts to measure on, and refuse a repeated one, which would count as further evidence.
+
+    Raises:
+        PromptsInvalid: a prompt repeats another one, under whatever id.
+    """
+    first: dict[str, str] = {}
+    for prompt in prompts:
+        if (before := first.setdefault(prompt.digest, prompt.id)) != prompt.id:
+            raise PromptsInvalid(
+                f"prompt {prompt.id} repeats prompt {before}, and would count as further evidence",
+                where=file,
+                fix="Keep one of each.",
+            )
+    return prompts
+
+
 def each_prompt(file: Path) -> Iterator[Prompt]:
     """Yield what `read_prompts` returns, keeping only the ids in memory."""
     seen: set[str] = set()

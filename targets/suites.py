@@ -13,7 +13,7 @@ from pathlib import Path
 from ..checkpoint.bytes import file_digest
 from ..errors import MissingExtra, SuiteInvalid
 from ..installed import install_command
-from .prompts import Prompt, digest_prompts, read_prompts
+from .prompts import Prompt, digest_prompts, read_prompts, refuse_repeated
 
 # Placeholder for rows whose text another owner holds, until NVIDIA's prepare_data.py (examples/specdec_bench) fills
 # them: https://huggingface.co/datasets/nvidia/SPEED-Bench. Drafting the placeholder itself would measure nothing.
@@ -110,7 +110,7 @@ def load_suite(
 
     Raises:
         SuiteInvalid: a category is missing, prompts are placeholders, or a revision is given for a file.
-        PromptsInvalid: the file cannot be read.
+        PromptsInvalid: the file cannot be read, or a prompt of it repeats another.
         HubRefused, HubUnreachable: the dataset cannot be downloaded.
         MissingExtra: reading it requires pyarrow.
     """
@@ -127,6 +127,8 @@ def load_suite(
         prompts = read_prompts(Path(name))
         pinned = f"sha256:{file_digest(Path(name))}"
         known = next((suite for suite in SUITES.values() if suite.is_it(prompts)), None)
+        if known is None:
+            refuse_repeated(prompts, Path(name))
     return _suite(prompts, known, known.dataset if known else Path(name).name, pinned, categories, limit, name)
 
 

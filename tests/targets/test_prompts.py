@@ -9,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kconv.errors import PromptsInvalid
+from kconv.measure.held_out import read_held_out
 from kconv.targets import write_states
 from kconv.targets.options import StatesOptions
 from kconv.targets.prompts import Prompt, digest_prompts, read_prompts
+from kconv.targets.suites import load_suite
 
 
 def write(tmp_path, *lines):
@@ -61,6 +63,14 @@ def test_a_bad_line_is_named_by_its_number(tmp_path, line, what):
         read_prompts(file)
     assert fault.value.where.endswith("prompts.jsonl:3")
     assert fault.value.fix
+
+
+@pytest.mark.parametrize("read", [read_held_out, lambda name: load_suite(name)])
+def test_a_repeated_prompt_is_no_further_evidence(tmp_path, read):
+    prompts = [{"prompt": "Add 2 and 2."}, {"id": "b", "prompt": "Write."}, {"id": "c", "turns": ["Add 2 and 2."]}]
+    read(str(write(tmp_path, *prompts[:2])))
+    with pytest.raises(PromptsInvalid, match="prompt c repeats prompt 1"):
+        read(str(write(tmp_path, *prompts)))
 
 
 def test_files_that_hold_no_prompts(tmp_path):
