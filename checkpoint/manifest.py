@@ -199,6 +199,7 @@ class Manifest(StrictModel):
         config_copied, config_dropped: keys of the source config that kconv does not interpret.
         tensors: every tensor of the output.
         dropped: every source tensor that is not in the output.
+        left_to_target: by slot, the tensors that this conversion or an earlier one left to the target's equal ones.
         files: every file of the output except this one.
         training: how kconv trained the head, if it did: recipe, data, tokens, figures, libraries.
         conversion: how the attention was converted, if it was.
@@ -223,6 +224,7 @@ class Manifest(StrictModel):
     config_dropped: tuple[str, ...] = ()
     tensors: tuple[StepRecord, ...]
     dropped: tuple[DroppedRecord, ...] = ()
+    left_to_target: dict[str, TensorRecord] = Field(default_factory=dict[str, TensorRecord])
     files: tuple[FileRecord, ...]
     training: dict[str, Any] | None = None
     conversion: ConversionRecord | None = None

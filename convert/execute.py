@@ -46,6 +46,7 @@ def execute(plan: Plan, out: Path, advance: Callable[[int], None] = lambda _: No
         TensorValue: a tensor of the output would hold NaN or Inf, or only zeros.
         NotACheckpoint, CorruptHeader: a source cannot be read, or became shorter.
         ManifestMismatch: the source has a kconv.json that does not match the schema.
+        TargetInvalid: a tensor is added from another target than the one that it was left to.
     """
     with staged(out) as folder:
         return fill(plan, folder, advance)
@@ -80,6 +81,8 @@ def fill(
     files.append(_write(folder / "config.json", (json.dumps(plan.config, indent=2) + "\n").encode()))
     manifest = _manifest(plan, past, weights, tuple(files), training)
     past.check(source for step in manifest.tensors for source in step.sources)
+    told = zip(plan.steps, manifest.tensors, strict=True)
+    past.check_added({slot: one.output for step, one in told if one.action == "added" for slot in step.row.slots})
     write_manifest(folder, manifest)
     return manifest
 
@@ -182,6 +185,8 @@ def _manifest(
         config_dropped=head.read.dropped,
         tensors=tuple(steps),
         dropped=tuple(_dropped(head.checkpoint.tensors[name], reason) for name, reason in plan.dropped.items()),
+        left_to_target=past.left_to_target({slot for step in plan.steps for slot in step.row.slots})
+        | {slot: _record(info, digest(info)) for slot, info in plan.left.items()},
         files=files,
         training=dict(told) if told else None,
         conversion=conversion,

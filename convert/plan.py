@@ -120,6 +120,7 @@ class Plan:
     Attributes:
         spec, config: the spec and the config.json of the output.
         dropped: source tensors that are not in the output, with the reason.
+        left: those of them that engines take from the target instead, by slot.
         conversion: what was approximated, if anything.
     """
 
@@ -131,6 +132,7 @@ class Plan:
     dropped: Mapping[str, str]
     target: SharedTensors | None = None
     conversion: ConversionRecord | None = None
+    left: Mapping[str, TensorInfo] = field(default_factory=dict[str, TensorInfo])
 
     @cached_property
     def exact(self) -> bool:
@@ -193,7 +195,8 @@ def plan(head: Head, layout: Layout, options: WriteOptions | None = None, change
     else:
         written = write_config(spec)
     config = {**carry(written, head.read.carried, head.drafter.nested), **change.config}
-    return Plan(head, layout, spec, config, tuple(steps), dropped, options.target, change.conversion)
+    left = {slot: head.places[slot][1] for slot in omitted}
+    return Plan(head, layout, spec, config, tuple(steps), dropped, options.target, change.conversion, left)
 
 
 def plan_in_place(head: Head, change: Change) -> Plan:

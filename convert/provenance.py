@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -21,7 +21,7 @@ from ..checkpoint.manifest import (
 from ..checkpoint.source import Source
 from ..drafters.base import Spec
 from ..drafters.slots import needs
-from ..errors import KconvError, ManifestMismatch
+from ..errors import KconvError, ManifestMismatch, TargetInvalid
 from .plan import Plan, Step
 from .read import Head
 from .shared import SLOTS, count_copies
@@ -47,6 +47,11 @@ class Provenance:
     def unverified(self) -> tuple[Unverified, ...]:
         """The facts that rested on the user's word or on a default."""
         return self.manifest.unverified if self.manifest else ()
+
+    def left_to_target(self, slots: Collection[str]) -> dict[str, TensorRecord]:
+        """Return what was left to the target's equal tensors, except for the slots that the output has."""
+        records = self.manifest.left_to_target if self.manifest else {}
+        return {slot: record for slot, record in records.items() if slot not in slots}
 
     @property
     def altered(self) -> bool:
@@ -78,6 +83,17 @@ class Provenance:
                     f"{record.name} differs from {MANIFEST}, which records how the head was made",
                     where=self.file,
                     fix=f"Pass the head as kconv wrote it. If you changed it on purpose, remove {MANIFEST}.",
+                )
+
+    def check_added(self, added: Mapping[str, TensorRecord]) -> None:
+        """Raise TargetInvalid if a tensor from the target is not the one that was left to it, by slot."""
+        for slot, before in self.left_to_target(()).items():
+            now = added.get(slot, before)
+            if now.dtype == before.dtype and now.blake3 != before.blake3:
+                raise TargetInvalid(
+                    f"the target's {slot} differs from the one that the head left to its target",
+                    where=self.file,
+                    fix="Pass the target that the head was converted with.",
                 )
 
 

@@ -102,6 +102,16 @@ def test_what_equals_the_targets_is_dropped_when_asked(tmp_path, target):
     )
     assert read_bytes(tmp_path / "back")["lm_head.weight"] == read_bytes(tmp_path / "head")["lm_head.weight"]
     assert back.parameters_by_origin.unknown == 0
+    # What was left is known after another conversion too, and another target's is not put in its place.
+    again = execute(plan(read_head(open_checkpoint(tmp_path / "out")), BY_NAME["trtllm"]), tmp_path / "again")
+    assert manifest.left_to_target.keys() == again.left_to_target.keys() == {"lm_head", "embed_tokens"}
+    assert back.left_to_target.keys() == {"embed_tokens"}
+    (file,) = folder.glob("*.safetensors")
+    save_file({name: values + 1 for name, values in load_file(file).items()}, file)
+    other = plan(read_head(open_checkpoint(tmp_path / "again")), BY_NAME["sglang"], WriteOptions(shared(folder)))
+    with pytest.raises(TargetInvalid, match="lm_head differs from the one that the head left"):
+        execute(other, tmp_path / "wrong")
+    assert not (tmp_path / "wrong").exists()
 
 
 def test_one_bit_of_difference_is_kept(tmp_path, target):

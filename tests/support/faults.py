@@ -10,11 +10,17 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import Hints
 from kconv.checkpoint.source import Folder
+from kconv.convert.execute import execute
+from kconv.convert.plan import WriteOptions, plan
+from kconv.convert.read import read_head
+from kconv.convert.shared import SLOTS, find_shared
 from kconv.drafters.dflash import DFlashSpec, Markov
 from kconv.drafters.keys import CONVENTION, TOP
 from kconv.drafters.spec import HeadSpec, Norms, Rope, Yarn
+from kconv.engines import BY_NAME
 from kconv.validate.options import ValidateOptions
 from kconv.validate.report import Report
 from kconv.validate.rules.subject import ENGINES
@@ -119,6 +125,17 @@ def write_target(folder: Path, config: Config, slots: tuple[str, ...] = (), spec
     names = {"lm_head": "lm_head.weight", "embed_tokens": "model.embed_tokens.weight"}
     save_file({names[slot]: own[slot] for slot in slots}, folder / "model.safetensors")
     return Folder(folder)
+
+
+def left_to_its_target(folder: Path) -> None:
+    """Convert a head in its place, without the lm_head that its target has too."""
+    head, target = folder.with_name("whole"), folder.with_name("its-target")
+    folder.rename(head)
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(TARGET))
+    save_file({"lm_head.weight": load_file(head / "model.safetensors")["lm_head.weight"]}, target / "model.safetensors")
+    options = WriteOptions(find_shared(Folder(target), SLOTS), drop_shared=True)
+    execute(plan(read_head(open_checkpoint(head)), BY_NAME["vllm"], options), folder)
 
 
 def good(layout: str, spec=MLA, engines: tuple[str, ...] = VLLM, nvfp4: bool = False) -> Good:
@@ -367,6 +384,7 @@ OF_TENSORS = (
     Fault("rows of lm_head that were never filled", "K205", GQA_VLLM, edit("lm_head.weight", some_rows_zero)),
     Fault("the target's lm_head, moved by a row", "K217", GQA_VLLM, lent=("embed_tokens", "lm_head"),
           change=edit("lm_head.weight", lambda t: trained_slots(GQA, seed=5)["lm_head"].roll(1, 0).to(t.dtype))),
+    Fault("an lm_head that was left to another target", "K218", GQA_VLLM, raw=left_to_its_target, lent=("lm_head",)),
     Fault("an embedding of its own, for SGLang", "K213", GQA_SGLANG, lent=("embed_tokens",)),
     Fault("an embedding of its own, for TensorRT-LLM", "K213", MLA_TRT, lent=("embed_tokens",)),
     Fault("a head as ModelOpt 0.47 trains it, normed twice", "K210", MODELOPT_MLA,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...checkpoint.bytes import read_floats
+from ...checkpoint.bytes import digest, read_floats
 from ...checkpoint.header import TensorInfo
 from ...checkpoint.manifest import MANIFEST
 from ...checkpoint.values import BEFORE_IT_BROKE
@@ -176,6 +176,21 @@ def embedding_not_compared(subject: HeadSubject) -> Iterator[Found]:
             yield Found(subject.slots[slot], f"not compared with the target's, which {names} would use")
 
 
+def target_of_another(subject: HeadSubject) -> Iterator[Found]:
+    try:
+        left = read_provenance(subject.checkpoint.folder).left_to_target(())
+    except KconvError:  # a broken manifest, which another rule reports
+        return
+    if subject.lent is None or not left:
+        return
+    target = subject.lent(left)
+    for slot, record in left.items():
+        theirs = target.tensors.get(slot)
+        # Of a target in another dtype the bytes say nothing.
+        if theirs is not None and theirs.dtype == record.dtype and digest(theirs) != record.blake3:
+            yield Found(slot, f"it was left to a target with an equal one, and that of {target.name} differs")
+
+
 def rows_displaced(subject: HeadSubject) -> Iterator[Found]:
     if subject.lent is None or subject.spec is None or not subject.lent(()).is_folder:
         return
@@ -306,6 +321,17 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         engines=REPLACING,
         values=True,
         check=embedding_not_compared,
+        drafters=EVERY_FAMILY,
+    ),
+    Rule(
+        "K218",
+        "target-of-another",
+        "error",
+        "The head left a tensor to its target, which had an equal one, and this target's differs. The head would draft"
+        " with a matrix that it was not trained on.",
+        fix="Serve it with the target that it was converted with, or convert it again without --drop-shared.",
+        values=True,
+        check=target_of_another,
         drafters=EVERY_FAMILY,
     ),
     Rule(
