@@ -284,6 +284,8 @@ class Convert(Reading, AttentionOptions):
         head = self.open(context, self.head)
         head = replace(head, read=replace(head.read, measured=measured))
         decided = plan(head, layout, WriteOptions(shared, self.drop_shared, self._rounded()))
+        if self.drop_shared and not decided.left:
+            context.log("--drop-shared leaves nothing out: no tensor that engines share is equal to the target's")
         self._compare_positions(context, head)
         with context.bytes("converting", sum(step.size for step in decided.steps)) as advance:
             return Converted(self.out, execute(decided, Path(self.out), advance))

@@ -115,6 +115,9 @@ def test_what_equals_the_targets_is_left_out_when_asked(tmp_path, target):
     dropped = {record["name"] for record in manifest["dropped"]}
     assert dropped == {"lm_head.weight", "embed_tokens.weight"} and not dropped & tensors.keys()
     assert kconv("verify", tmp_path / "out", head).exit_code == 0
+    apart = write_head(tmp_path / "apart", BY_NAME["trtllm"], GQA, random_slots(GQA))
+    said = kconv("to-vllm", apart, tmp_path / "kept", "--target", target, "--drop-shared")
+    assert said.exit_code == 0 and "--drop-shared leaves nothing out" in said.stderr
     asked = kconv("to-vllm", head, tmp_path / "other", "--drop-shared")
     assert asked.exit_code == 2 and "--target" in asked.stderr
 

@@ -47,6 +47,8 @@ def served(engine_python, demo, right, broken, raised, tmp_path_factory) -> Serv
     return serve_vllm(engine_python, demo, good | broken, tmp_path_factory.mktemp("vllm"))
 
 
+# Each head is a server of its own.
+@pytest.mark.release
 @pytest.mark.parametrize("name", GOOD)
 def test_every_parameter_of_a_right_head_is_reached(served, name):
     found = served[0][name]
@@ -56,17 +58,23 @@ def test_every_parameter_of_a_right_head_is_reached(served, name):
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.name for fault in FAULTS])
-def test_a_silent_fault_is_served_without_a_word_and_named_by_a_rule(served, broken, demo, fault):
+def test_a_silent_fault_is_named_by_a_rule(broken, demo, fault):
+    named = rules_that_name(fault, broken[fault.name], "vllm", demo)
+    assert named and (not fault.warning or fault.warning in named)
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("fault", FAULTS, ids=[fault.name for fault in FAULTS])
+def test_a_silent_fault_is_served_without_a_word(served, fault):
     found, good = served[0][fault.name], served[0][f"{fault.kind} vllm"]
     assert not found.error
     assert found.same == found.prompts
     assert ((found.drafts, found.places) == (good.drafts, good.places)) == fault.dropped
     assert bool(found.unreached) == bool(fault.unreached)
     assert all(fault.unreached in name for name in found.unreached)
-    named = rules_that_name(fault, broken[fault.name], "vllm", demo)
-    assert named and (not fault.warning or fault.warning in named)
 
 
+@pytest.mark.release
 def test_beyond_the_positions_that_a_head_states_vllm_drafts_nothing_until_it_states_more(served):
     short, right, raised = (served[0][name] for name in (SHORT_POSITIONS, "gqa vllm", RAISED))
     assert short.length == 1 and right.length > 2
