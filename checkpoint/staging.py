@@ -220,6 +220,10 @@ def _sync(path: Path) -> None:
 
 
 def _failed(out: Path, fault: OSError) -> OutputFailed:
+    if isinstance(fault, shutil.Error):
+        # copytree goes on after an error, and raises a list of all, each as text.
+        (_, _, why), *_ = fault.args[0]
+        fault = OSError(errno.ENOSPC if os.strerror(errno.ENOSPC) in why else 0, why)
     full = fault.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return OutputFailed(
         f"{out} could not be written: {fault.strerror or fault}",

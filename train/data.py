@@ -108,8 +108,9 @@ def prepare_dialogues(
                 fix="Use more data, or pass --held-out FILE.",
             )
         samples = {key: s for key, s in samples.items() if key not in others}
-    text, unseen = pack_samples(samples.values(), seq, pack=pack), pack_samples(others.values(), seq)
-    _refuse_few(unseen, name)
+    text = pack_samples(samples.values(), seq, name, pack=pack)
+    unseen = pack_samples(others.values(), seq, held_out or name)
+    _refuse_few(unseen, held_out or name)
     digest = hashlib.sha256("".join(sorted(samples)).encode()).hexdigest()
     facts: dict[str, object] = {"name": name, "samples": len(samples), "held_out": len(others), "sha256": digest}
     prompts = frozenset(prompt for sample in samples.values() for prompt in sample.prompts)
@@ -198,8 +199,10 @@ Piece = tuple[Tensor, Tensor]
 """Token ids [L] and mask [L] of one piece of a row."""
 
 
-def pack_samples(samples: Iterable[Sample], seq: int, *, pack: bool = False) -> Rows:
+def pack_samples(samples: Iterable[Sample], seq: int, name: str = "", *, pack: bool = False) -> Rows:
     """Arrange samples in rows of one length: split longer ones into several rows, pad shorter ones.
+
+    `name` is that of the data, for a message.
 
     Padding comes at the end and is masked; a causal model's states before it do not depend on it. Rows in which no
     token counts are left out.
@@ -213,7 +216,7 @@ def pack_samples(samples: Iterable[Sample], seq: int, *, pack: bool = False) -> 
     ]
     if not pieces:
         raise TrainingDataInvalid(
-            "the data holds no answers or texts to train on", fix="Use dialogues with answers, or texts."
+            "the data holds no answers or texts", where=name, fix="Use dialogues with answers, or texts."
         )
     return lay_out(pieces, arrange([len(ids) for ids, _ in pieces], seq, pack=pack), seq, pack=pack)
 

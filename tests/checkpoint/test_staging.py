@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.listing import names
 
-from kconv.checkpoint.staging import is_partial, keep_staging, refuse_existing, staged, write_new
+from kconv.checkpoint.staging import is_partial, keep_staging, refuse_existing, staged, write_new, writing
 from kconv.errors import OutputExists, OutputFailed
 
 
@@ -65,6 +66,15 @@ def test_a_fault_inside_leaves_nothing(tmp_path, fault):
     with pytest.raises(fault):
         fill(tmp_path / "out", then=fail)
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(("number", "fix"), [(errno.ENOSPC, "Free some space"), (errno.EACCES, "is writable")])
+def test_a_copy_that_failed_is_told_by_its_first_error(tmp_path, number, fix):
+    """As shutil.copytree raises it, with every file that it could not copy."""
+    errors = [(name, f"{tmp_path}/{name}", str(OSError(number, os.strerror(number)))) for name in ("a", "b")]
+    with pytest.raises(OutputFailed, match=os.strerror(number)) as caught, writing(tmp_path / "out"):
+        raise shutil.Error(errors)
+    assert fix in caught.value.fix and "[(" not in str(caught.value)
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_slow(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from kconv.errors import TrainingDataInvalid
 from kconv.targets.dialogues import Sample, encode_row, read_rows
 from kconv.targets.prompts import Prompt
 from kconv.targets.tokenizer import load_tokenizer
-from kconv.train.data import pack_samples
+from kconv.train.data import pack_samples, prepare_dialogues
 
 ASK = "{% if add_generation_prompt %}<assistant>{% endif %}"
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}" + ASK
@@ -170,8 +170,17 @@ def test_rows_are_cut_and_padded_and_lose_no_counted_token():
 
 
 def test_data_in_which_nothing_counts_is_refused():
-    with pytest.raises(TrainingDataInvalid, match="no answers or texts to train on"):
+    with pytest.raises(TrainingDataInvalid, match="no answers or texts"):
         pack_samples([Sample(torch.arange(8), torch.zeros(8, dtype=torch.bool))], 4)
+
+
+def test_held_out_text_in_which_nothing_counts_is_named(tokenizer, tmp_path):
+    data, held_out = tmp_path / "data.jsonl", tmp_path / "held-out.jsonl"
+    data.write_text("".join(json.dumps({"text": f"The text of number {i}."}) + "\n" for i in range(20)))
+    held_out.write_text("\n")
+    with pytest.raises(TrainingDataInvalid, match="no answers or texts") as caught:
+        prepare_dialogues(str(data), tokenizer, 8, held_out=str(held_out), split="train", revision=None)
+    assert str(caught.value.where) == str(held_out)
 
 
 def test_a_jsonl_is_read_row_by_row(tmp_path):
