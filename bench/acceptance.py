@@ -27,6 +27,8 @@ Metric = Literal["al_incl_bonus", "al_as_published", "draft_accept_rate", "teach
 # An acceptance length whose source does not state whether the bonus token is in it: comparable with nothing.
 AS_PUBLISHED = "al_as_published"
 LENGTHS = ("al_incl_bonus", AS_PUBLISHED)
+# How far a published rate may be from its figure, rounded to whole percents.
+ROUNDED = 0.005
 Averaging = Literal["micro_steps", "macro_request", "macro_category", "micro_positions"]
 MeasuredBy = Literal["self", "quoted"]
 
@@ -262,6 +264,14 @@ class AcceptanceRow(StrictModel):
         if not low <= self.value <= high:
             raise ValueError(
                 f"{self.dataset} {self.category}: a {self.metric} of {self.shown} is not within {low:g} and {high:g}"
+            )
+        rates = self.rates or ()
+        if list(rates) != sorted(rates, reverse=True):
+            raise ValueError(f"{self.dataset} {self.category}: more drafts are accepted up to a later position")
+        counted = (self.metric, self.averaging) == ("al_incl_bonus", "micro_steps")
+        if rates and counted and abs(1 + sum(rates) - self.value) > ROUNDED * len(rates):
+            raise ValueError(
+                f"{self.dataset} {self.category}: the rates give {1 + sum(rates):.3f} tokens per step, not {self.shown}"
             )
         return self
 

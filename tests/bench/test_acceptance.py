@@ -43,13 +43,24 @@ def test_what_neither_states_keeps_them_apart_too(name):
     value=st.floats(1.0, 4.0),
     decimals=st.integers(0, 6),
     category=st.text(max_size=5),
-    rates=st.none() | st.tuples(*[st.floats(0, 1)] * 3),
+    rates=st.none() | st.tuples(*[st.floats(0, 1)] * 3).map(lambda some: tuple(sorted(some, reverse=True))),
 )
 def test_a_file_says_what_was_written(tmp_path_factory, value, decimals, category, rates):
+    value = value if rates is None else 1 + sum(rates)
     written = AcceptanceFile(head="h", rows=(row(value=value, decimals=decimals, category=category, rates=rates),))
     file = tmp_path_factory.mktemp("acceptance") / "acceptance.json"
     file.write_text(written.to_json())
     assert read_acceptance(file) == written
+
+
+@pytest.mark.parametrize(
+    ("rates", "said"),
+    [((0.5, 0.6, 0.1), "up to a later position"), ((0.9, 0.8, 0.7), r"give 3\.400 tokens per step, not")],
+)
+def test_rates_that_contradict_themselves_or_the_figure_are_refused(rates, said):
+    with pytest.raises(ValidationError, match=said):
+        row(value=2.0, rates=rates, averaging="micro_steps")
+    row(value=2.0, rates=(0.62, 0.28, 0.11), averaging="micro_steps")
 
 
 @pytest.mark.parametrize(
