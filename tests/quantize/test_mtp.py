@@ -107,7 +107,7 @@ def test_mtp_beside_the_decoder_is_kept_and_excluded_where_vllm_still_sees_it(so
 
 
 def recipe_file(folder: Path, *patterns: str) -> str:
-    (folder / "own.yaml").write_text(f"name: own\nquantize: {json.dumps(patterns)}\n")
+    (folder / "own.yaml").write_text(f"name: own\nquantize: {json.dumps(patterns)}\nkeep: ['*.kv_b_proj']\n")
     return str(folder / "own.yaml")
 
 
@@ -117,7 +117,7 @@ def test_an_mtp_layer_becomes_nvfp4_only_by_its_own_name(source, tmp_path):
     plan = plan_of(source("bf16"), recipe_file(tmp_path, every, f"{LAYER}.*"))
     mine = {module.name.removeprefix(f"{LAYER}.") for module in plan.modules if module.name.startswith(f"{LAYER}.")}
     assert "mlp.experts.0.up_proj" in mine and "self_attn.o_proj" in mine
-    assert mine.isdisjoint({"eh_proj", "shared_head.head", "mlp.gate"})
+    assert mine.isdisjoint({"eh_proj", "shared_head.head", "mlp.gate", "self_attn.kv_b_proj"})
     entries = exclude_modules(plan.linear, {module.name for module in plan.modules}, plan.mtp)
     assert {f"{LAYER}.head", f"{LAYER}.eh_proj"} <= set(entries) and f"{LAYER}*" not in entries
 
