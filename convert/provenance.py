@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.bytes import read_integers
+from ..checkpoint.bytes import digest, read_integers
 from ..checkpoint.manifest import (
     MANIFEST,
     ConversionRecord,
@@ -24,7 +24,7 @@ from ..drafters.slots import needs
 from ..errors import KconvError, ManifestMismatch, TargetInvalid
 from .plan import Plan, Step
 from .read import Head
-from .shared import SLOTS, count_copies
+from .shared import SLOTS, SharedTensors, count_copies
 
 
 @dataclass(frozen=True)
@@ -85,16 +85,21 @@ class Provenance:
                     fix=f"Pass the head as kconv wrote it. If you changed it on purpose, remove {MANIFEST}.",
                 )
 
-    def check_added(self, added: Mapping[str, TensorRecord]) -> None:
-        """Raise TargetInvalid if a tensor from the target is not the one that was left to it, by slot."""
-        for slot, before in self.left_to_target(()).items():
-            now = added.get(slot, before)
-            if now.dtype == before.dtype and now.blake3 != before.blake3:
-                raise TargetInvalid(
-                    f"the target's {slot} differs from the one that the head left to its target",
-                    where=self.file,
-                    fix="Pass the target that the head was converted with.",
-                )
+    def left_to_others(self, target: SharedTensors) -> Iterator[str]:
+        """Yield the slots that were left to a target's tensor which is not this one's; in another dtype it may be."""
+        for slot, record in self.left_to_target(()).items():
+            theirs = target.tensors.get(slot)
+            if theirs is not None and theirs.dtype == record.dtype and digest(theirs) != record.blake3:
+                yield slot
+
+    def check_target(self, target: SharedTensors) -> None:
+        """Raise TargetInvalid for a target whose tensor is not the one that was left to it."""
+        for slot in self.left_to_others(target):
+            raise TargetInvalid(
+                f"the {slot} of {target.name} is not the one that the head left to its target",
+                where=self.file,
+                fix="Pass the target that the head was converted with.",
+            )
 
 
 def read_provenance(folder: Path) -> Provenance:

@@ -47,7 +47,8 @@ class ModelOptStates:
     def read_span(self, index: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The files are memory-mapped, so only that span is read."""
         stored = self.read(index)
-        return stored.captured[begin:end], stored.hidden[begin:end]
+        captured, hidden = (refuse_zeros(one[begin:end], self.files[index]) for one in (stored.captured, stored.hidden))
+        return captured, hidden
 
     def read(self, index: int) -> StoredSequence:
         return _read(self.files[index], self.config, self.layers)
@@ -115,8 +116,6 @@ def _read(file: Path, config: TargetConfig, layers: int) -> StoredSequence:
         )
     if len(tokens) < 2 or int(tokens.min()) < 0 or int(tokens.max()) >= config.vocab:
         raise _invalid(file, f"holds token ids outside the target's {config.vocab}, or fewer than two")
-    for states in (hidden, captured):
-        refuse_zeros(states, file)
     mask = values.get("loss_mask")
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != tokens.shape):
         raise _invalid(file, "has a loss_mask with a different length")

@@ -36,6 +36,7 @@ from ..config import refuse_unstated
 from ..execute import execute
 from ..options import AttentionOptions
 from ..plan import Change, Replaced, SourceTensor, WriteOptions, check_layout, plan
+from ..provenance import read_provenance
 from ..read import Head, read_weights
 from ..shared import SLOTS, find_shared, refuse_target
 from .heal import ATTENTION, REST, Progress, heal, train_alike
@@ -110,6 +111,7 @@ def convert_attention(
         file, trusted = Path(options.prompts or ""), options.trust_remote_code
         texts = prompted_texts(file, options.context, spec, target, trust_remote_code=trusted)
     refuse_target(head, layout, shared)
+    read_provenance(head.checkpoint.folder).check_target(shared)
     weights = read_weights(head)
     weights |= {slot: read_tensor(shared.matching(slot, spec)) for slot in SLOTS if slot not in weights}
     moved = {n: w.to(options.device, torch.float32 if w.is_floating_point() else None) for n, w in weights.items()}

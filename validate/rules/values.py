@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...checkpoint.bytes import digest, read_floats
+from ...checkpoint.bytes import read_floats
 from ...checkpoint.header import TensorInfo
 from ...checkpoint.manifest import MANIFEST
 from ...checkpoint.values import BEFORE_IT_BROKE
@@ -178,17 +178,14 @@ def embedding_not_compared(subject: HeadSubject) -> Iterator[Found]:
 
 def target_of_another(subject: HeadSubject) -> Iterator[Found]:
     try:
-        left = read_provenance(subject.checkpoint.folder).left_to_target(())
+        past = read_provenance(subject.checkpoint.folder)
     except KconvError:  # a broken manifest, which another rule reports
         return
-    if subject.lent is None or not left:
+    if subject.lent is None or not (left := past.left_to_target(())):
         return
     target = subject.lent(left)
-    for slot, record in left.items():
-        theirs = target.tensors.get(slot)
-        # Of a target in another dtype the bytes say nothing.
-        if theirs is not None and theirs.dtype == record.dtype and digest(theirs) != record.blake3:
-            yield Found(slot, f"it was left to a target with an equal one, and that of {target.name} differs")
+    for slot in past.left_to_others(target):
+        yield Found(slot, f"it was left to a target with an equal one, and that of {target.name} differs")
 
 
 def rows_displaced(subject: HeadSubject) -> Iterator[Found]:
