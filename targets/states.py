@@ -221,7 +221,7 @@ def read_record(folder: Path) -> StatesRecord:
     """
     if folder.is_file():
         raise StatesInvalid(
-            f"{folder} is a file, not a folder of states", where=folder, fix="Pass the folder that kconv states wrote."
+            f"{folder} is a file, not a folder of states", where=folder, fix=f"Give {folder.absolute().parent}."
         )
     missing = StatesInvalid(f"{folder} holds no {RECORD}", where=folder, fix="Create it with kconv states.")
     fix = "Create the states again with this kconv."
