@@ -39,18 +39,24 @@ class ModelOptStates:
     sequences: Sequence[SequenceRecord]
 
     def read_tokens(self, index: int) -> torch.Tensor:
-        return self.read(index).tokens
+        return self._mapped(index).tokens
 
     def read_mask(self, index: int) -> torch.Tensor | None:
-        return self.read(index).loss_mask
+        return self._mapped(index).loss_mask
 
     def read_span(self, index: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The files are memory-mapped, so only that span is read."""
-        stored = self.read(index)
+        stored = self._mapped(index)
         captured, hidden = (refuse_zeros(one[begin:end], self.files[index]) for one in (stored.captured, stored.hidden))
         return captured, hidden
 
     def read(self, index: int) -> StoredSequence:
+        stored = self._mapped(index)
+        for states in (stored.captured, stored.hidden):
+            refuse_zeros(states, self.files[index])
+        return stored
+
+    def _mapped(self, index: int) -> StoredSequence:
         return _read(self.files[index], self.config, self.layers)
 
 

@@ -56,6 +56,19 @@ def test_no_pickle_is_read_unasked(dump, config):
     assert "--allow-pickle" in fault.value.fix
 
 
+@pytest.mark.parametrize("name", ["hidden_states", "aux_hidden_states"])
+def test_a_hole_in_a_dump_is_told(dump, config, name):
+    file = dump / "part" / "1.pt"
+    values = torch.load(file)
+    values[name][5] = 0
+    torch.save(values, file)
+    states = open_modelopt_states(dump, config=config, captured=CAPTURED, allow_pickle=True)
+    states.read_span(1, 0, 5)
+    for read in (states.read, lambda index: states.read_span(index, 4, 6)):
+        with pytest.raises(StatesInvalid, match="states are all zero"):
+            read(1)
+
+
 class Evil:
     def __reduce__(self):
         return (print, ("run",))
