@@ -270,6 +270,51 @@ class Displaced:
     sampled: int
 
 
+def measure_likeness(own: TensorInfo, theirs: TensorInfo, ids: np.ndarray) -> float | None:
+    """Return the mean cosine of a head's sampled rows with their tokens' rows in the target; arguments as below.
+
+    Returns:
+        None if the two have another width.
+    """
+    import numpy as np
+
+    if not _comparable(own, theirs, ids):
+        return None
+    sampled = _spread(np.arange(len(ids)), SAMPLED)
+    mine, its = (
+        _directions(read_floats(info, rows), _common(info, rows))
+        for info, rows in ((own, sampled), (theirs, ids[sampled]))
+    )
+    return float((mine * its).sum(1).mean())
+
+
+def _comparable(own: TensorInfo, theirs: TensorInfo, ids: np.ndarray) -> bool:
+    return own.shape[1:] == theirs.shape[1:] and int(ids.min()) >= 0 and int(ids.max()) < theirs.shape[0]
+
+
+def _spread(rows: np.ndarray, most: int) -> np.ndarray:
+    import numpy as np
+
+    return rows[np.linspace(0, len(rows) - 1, min(len(rows), most)).astype(np.int64)]
+
+
+def _unit(rows: np.ndarray) -> np.ndarray:
+    import numpy as np
+
+    return rows / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), 1e-12)
+
+
+def _common(info: TensorInfo, rows: np.ndarray) -> np.ndarray:
+    """Return what all rows of a matrix have in common, which says nothing about a token."""
+    return _unit(read_floats(info, rows).mean(0))
+
+
+def _directions(rows: np.ndarray, shared: np.ndarray) -> np.ndarray:
+    import numpy as np
+
+    return _unit(rows - np.outer(rows @ shared, shared))
+
+
 def find_displaced(own: TensorInfo, theirs: TensorInfo, ids: np.ndarray) -> Displaced | None:
     """Look for rows of a head's embedding or lm_head that are another token's.
 
@@ -285,26 +330,15 @@ def find_displaced(own: TensorInfo, theirs: TensorInfo, ids: np.ndarray) -> Disp
     """
     import numpy as np
 
-    if own.shape[1:] != theirs.shape[1:] or int(ids.min()) < 0 or int(ids.max()) >= theirs.shape[0]:
+    if not _comparable(own, theirs, ids):
         return None
-
-    def unit(rows: np.ndarray) -> np.ndarray:
-        return rows / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), 1e-12)
-
-    def spread(rows: np.ndarray, most: int) -> np.ndarray:
-        return rows[np.linspace(0, len(rows) - 1, min(len(rows), most)).astype(np.int64)]
-
-    sampled = spread(np.arange(len(ids)), SAMPLED)
-    # What all rows of a matrix have in common says nothing about a token.
-    common = [unit(read_floats(*one).mean(0)) for one in ((own, sampled), (theirs, ids[sampled]))]
-
-    def directions(rows: np.ndarray, shared: np.ndarray) -> np.ndarray:
-        return unit(rows - np.outer(rows @ shared, shared))
+    sampled = _spread(np.arange(len(ids)), SAMPLED)
+    common = _common(own, sampled), _common(theirs, ids[sampled])
 
     def looked_at(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return rows of the head's, and the cosine of each with its own token's."""
-        mine = directions(read_floats(own, rows), common[0])
-        return mine, (mine * directions(read_floats(theirs, ids[rows]), common[1])).sum(1)
+        mine = _directions(read_floats(own, rows), common[0])
+        return mine, (mine * _directions(read_floats(theirs, ids[rows]), common[1])).sum(1)
 
     # The best of many random directions is this like a row; a matrix that is narrow for its vocabulary shows little.
     chance = math.sqrt(2 * math.log(theirs.shape[0]) / theirs.shape[1])
@@ -312,12 +346,12 @@ def find_displaced(own: TensorInfo, theirs: TensorInfo, ids: np.ndarray) -> Disp
     unlike = sampled[looked_at(sampled)[1] < least]
     if len(unlike) < FEWEST:
         return None
-    probed = spread(unlike, PROBED)
+    probed = _spread(unlike, PROBED)
     mine, before = looked_at(probed)
     best, nearest = np.full_like(before, -1.0), np.zeros_like(probed)
     for begin in range(0, theirs.shape[0], ROWS):
         block = read_floats(theirs, np.arange(begin, min(begin + ROWS, theirs.shape[0])))
-        likeness = mine @ directions(block, common[1]).T
+        likeness = mine @ _directions(block, common[1]).T
         nearest = np.where(likeness.max(1) > best, likeness.argmax(1) + begin, nearest)
         best = np.maximum(likeness.max(1), best)
     of_another = (best > least) & (best - before > MARGIN)

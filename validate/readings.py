@@ -61,6 +61,8 @@ SIGMAS_OF_ONE, GAIN_OF_ONE = 3.0, 0.001
 FAULT_OF_ONE = 0.005
 TARGETS_ROPE = "the target's own RoPE"
 SCALES = (0.8, 0.9, 1.1, 1.25)
+# Of fc, whose scale a loader may lose whole.
+LOST_SCALES = (0.01, 0.1, 10.0, 100.0)
 # More captured states than this have too many orders to try.
 MOST_STATES = 4
 Key = TypeVar("Key")
@@ -306,9 +308,9 @@ class Mistake:
     Attributes:
         name: the change, as the end of "accepted more often with ...".
         kind: "structure" if weights or states would be in another order, from which no right head gains. "strength" if
-            a norm would be another or left out, "scale" if it would only be stronger or weaker: an undertrained head
-            may gain from these. "target's" if the config would state what the target's does: a single guess rather than
-            a search, so a smaller gain suffices.
+            a norm would be another or left out, or the attention have other heads, "scale" if a norm or fc would only
+            be stronger or weaker: an undertrained head may gain from these. "target's" if the config would state what
+            the target's does: a single guess rather than a search, so a smaller gain suffices.
         head: the changed head.
         expected: whether heads of this kind are built this way; if not, the head should draft better unchanged.
         scaled: the unchanged head with its norms, or its softmax, as strong as the changed one's. What the change gains
@@ -376,10 +378,8 @@ class TargetsOwn:
             expected = self.mla and isinstance(spec.attention, Mla)
             # YaRN scales the softmax too, and so do larger queries.
             ratio = softmax_scale(self.rope, spec.attention) / softmax_scale(spec.rope, spec.attention)
-            queries = [name for name in head.weights if name.endswith((".q_proj", ".q_b_proj"))]
-            scaled = head.altered(weights={name: head.weights[name] * ratio for name in queries})
             turned = head.altered(replace(spec, rope=self.rope))
-            yield Mistake(TARGETS_ROPE, "target's", turned, expected, None if ratio == 1 else scaled)
+            yield Mistake(TARGETS_ROPE, "target's", turned, expected, None if ratio == 1 else _louder(head, ratio))
         if self.eps is not None and self.eps != spec.eps:
             yield Mistake(f"the target's epsilon, {self.eps!r}", "target's", head.altered(replace(spec, eps=self.eps)))
 
@@ -410,13 +410,13 @@ def known_mistakes(head: DraftHead, layers: Iterable[int], but: Collection[HeadS
         moved = head.altered()
         moved.target_ids = head.target_ids.roll(by)
         yield Mistake(f"the rows of lm_head moved by {by:+d}", "structure", moved)
+    yield from _splits(head)
     for name, other in _specs(spec, frozenset(layers)):
         if other not in but:
             yield Mistake(name, "structure" if other.norms == spec.norms else "strength", head.altered(other))
     for name in _norms(weights):
-        for factor in SCALES:
-            scaled = {name: weights[name] * factor}
-            yield replace(_with(head, f"{_plain(name)} times {factor}", scaled), kind="scale")
+        yield from _scaled(head, name, SCALES)
+    yield from _scaled(head, "fc", LOST_SCALES)
 
 
 def measure_mistakes(
@@ -515,6 +515,12 @@ def _first(texts: Iterable[Text], count: int) -> Iterator[tuple[Text, Batch]]:
 
 def _with(head: DraftHead, name: str, changed: Mapping[str, Tensor]) -> Mistake:
     return Mistake(name, "structure", head.altered(weights=changed))
+
+
+def _scaled(head: DraftHead, name: str, factors: Iterable[float]) -> Iterator[Mistake]:
+    for factor in factors:
+        changed = {name: head.weights[name] * factor}
+        yield replace(_with(head, f"{_plain(name)} times {factor:g}", changed), kind="scale")
 
 
 def _norms_as(head: DraftHead, name: str, changed: Mapping[str, Tensor]) -> Mistake:
@@ -664,6 +670,28 @@ def _orders(head: DraftHead) -> Iterator[Mistake]:
             layers = [head.spec.captured[place] for place in order]
             # Column block i of the changed fc reads what block order[i] read.
             yield _with(head, f"the states before fc in the order {layers}", {"fc": blocks[:, order].flatten(1)})
+
+
+def _splits(head: DraftHead) -> Iterator[Mistake]:
+    """Yield the head with twice and half as many attention heads of the same width in all."""
+    spec, gqa = head.spec, head.spec.attention
+    if not isinstance(gqa, Gqa):  # the shapes of MLA's weights leave its number of heads no choice
+        return
+    for heads, kv, dim in (
+        (gqa.heads * 2, gqa.kv_heads * 2, gqa.head_dim // 2),
+        (gqa.heads // 2, gqa.kv_heads // 2, gqa.head_dim * 2),
+    ):
+        if dim % 2 == 0 and (heads * dim, kv * dim) == (gqa.heads * gqa.head_dim, gqa.kv_heads * gqa.head_dim):
+            split = replace(gqa, heads=heads, kv_heads=kv, head_dim=dim)
+            scaled = _louder(head, softmax_scale(spec.rope, split) / softmax_scale(spec.rope, gqa))
+            name = f"{heads} attention heads of {dim} dims"
+            yield Mistake(name, "strength", head.altered(replace(spec, attention=split)), scaled=scaled)
+
+
+def _louder(head: DraftHead, ratio: float) -> DraftHead:
+    """Return the head with a softmax that is this much stronger."""
+    queries = [name for name in head.weights if name.endswith((".q_proj", ".q_b_proj"))]
+    return head.altered(weights={name: head.weights[name] * ratio for name in queries})
 
 
 def _specs(spec: HeadSpec, layers: frozenset[int]) -> Iterator[tuple[str, HeadSpec]]:

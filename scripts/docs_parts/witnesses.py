@@ -376,7 +376,7 @@ def trees(rows: list[dict]) -> list[str]:
 
 
 # What a rule needs besides the head's files.
-ASKED_OF = {"K006": "its files, as UNDECIDED", "K215": "`--target`, as a warning", "K303": "`--source`"}
+ASKED_OF = {"K006": "its files leave it open", "K215": "`--target`, as a warning", "K303": "`--source`"}
 
 
 def shortest(rows: list[dict]) -> list[str]:

@@ -70,6 +70,15 @@ def edit(name: str, how: Callable[[torch.Tensor], torch.Tensor]) -> Change:
     return change
 
 
+def write_twice(name: str, over: str) -> Change:
+    """Return the change that puts one tensor in another's place too."""
+
+    def change(config: Config, tensors: Tensors) -> None:
+        tensors[over] = tensors[name].clone()
+
+    return change
+
+
 def rename(old: str, new: str) -> Change:
     """Return the change that renames each tensor whose name begins with `old`."""
 

@@ -56,6 +56,7 @@ from .changes import (
     twins_apart,
     uneven,
     uniform,
+    write_twice,
 )
 from .good_heads import LATENT_QUANTIZABLE, QUANTIZABLE, SGLANG, TRTLLM, VLLM, VLLM_V1, VLLM_V2, Good, trained_slots
 from .heads import GQA, MLA, PORTABLE, QK, TARGET, YARN
@@ -382,6 +383,9 @@ OF_TENSORS = (
     Fault("lm_head as drawn from a normal distribution", "K204", MLA_VLLM, edit("lm_head.weight", initial(0.02))),
     Fault("lm_head as torch.nn.Linear leaves it", "K204", GQA_VLLM, edit("lm_head.weight", uniform)),
     Fault("rows of lm_head that were never filled", "K205", GQA_VLLM, edit("lm_head.weight", some_rows_zero)),
+    Fault("up_proj written as gate_proj too", "K206", MLA_VLLM,
+          write_twice(f"{P}mlp.up_proj.weight", over=f"{P}mlp.gate_proj.weight")),
+    Fault("an embedding of another target", "K219", GQA_VLLM, lent=("embed_tokens",)),
     Fault("the target's lm_head, moved by a row", "K217", GQA_VLLM, lent=("embed_tokens", "lm_head"),
           change=edit("lm_head.weight", lambda t: trained_slots(GQA, seed=5)["lm_head"].roll(1, 0).to(t.dtype))),
     Fault("an lm_head that was left to another target", "K218", GQA_VLLM, raw=left_to_its_target, lent=("lm_head",)),

@@ -15,7 +15,7 @@ from kconv.drafters.chain import Acceptance
 from kconv.drafters.eagle3 import FACTS
 from kconv.drafters.facts import Candidate, Fact, find_undecided
 from kconv.drafters.forward import DraftHead
-from kconv.drafters.spec import Rope
+from kconv.drafters.spec import Gqa, Rope
 from kconv.engines import BY_NAME
 from kconv.errors import Problem
 from kconv.measure.texts import Batch, Text
@@ -289,3 +289,21 @@ def test_a_block_in_another_place_is_put_back(spec, name):
     undone = [one for one in known_mistakes(broken, range(7)) if one.kind == "structure"]
     right = [one.name for one in undone if all(torch.equal(one.head.weights[slot], slots[slot]) for slot in slots)]
     assert wrong and right, wrong
+
+
+@pytest.mark.parametrize("times", [2, 1 / 2])
+def test_another_number_of_heads_for_the_same_shapes_is_tried(times):
+    own = replace(GQA, attention=Gqa(4, 2, 8))
+    other = replace(own, attention=Gqa(int(4 * times), int(2 * times), int(8 / times)))
+    slots = {slot: w.float() for slot, w in random_slots(own).items() if w.is_floating_point()}
+    tried = [one for one in known_mistakes(DraftHead(other, slots), range(7)) if one.head.spec == own]
+    assert [(one.name, one.kind) for one in tried] == [("4 attention heads of 8 dims", "strength")]
+
+
+@pytest.mark.parametrize("factor", [0.01, 0.1, 10.0, 100.0])
+def test_an_fc_whose_scale_was_lost_is_put_back(factor):
+    slots = {slot: w.float() for slot, w in random_slots(GQA).items() if w.is_floating_point()}
+    broken = DraftHead(GQA, slots | {"fc": slots["fc"] * factor})
+    tried = [one for one in known_mistakes(broken, range(7)) if one.name == f"fc times {1 / factor:g}"]
+    assert [one.kind for one in tried] == ["scale"]
+    torch.testing.assert_close(tried[0].head.weights["fc"], slots["fc"])

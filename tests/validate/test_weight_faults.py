@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 from support.heads import write_head
 from support.validated import validate
-from support.weight_faults import FAULTS, ROUNDINGS, STEPS, Bed, make_bed
+from support.weight_faults import FAULTS, ROUNDINGS, STEPS, Bed, make_bed, scale
 from torch import Tensor
 
 from kconv.checkpoint.bytes import digest, file_digest
@@ -29,7 +29,7 @@ from kconv.convert.opening import open_origin
 from kconv.convert.read import Head, read_head, read_weights
 from kconv.drafters.fingerprint import difference, fingerprint
 from kconv.drafters.forward import DraftHead
-from kconv.drafters.spec import HeadSpec
+from kconv.drafters.spec import Gqa, HeadSpec
 from kconv.engines import by_name
 from kconv.pipeline.demo import RECIPE, run_demo
 from kconv.tiny.recipe import cache_root
@@ -157,6 +157,28 @@ def test_of_26_faults_23_are_found_without_a_source(trained, bed, tmp_path, name
     said = {finding.rule for finding in blind(bed, *broken)} | (config & {"K169"})
     rule = next((rule for rule, names in NAMED.items() if name in names), "K364")
     assert said & {"K169", "K363", "K364", "K365", "K366"} == set() if name in UNNAMED else rule in said
+
+
+def twice_the_heads(spec: HeadSpec, slots: Mapping[str, Tensor]) -> tuple[HeadSpec, Mapping[str, Tensor]]:
+    gqa = spec.attention
+    assert isinstance(gqa, Gqa)
+    split = Gqa(2 * gqa.heads, 2 * gqa.kv_heads, gqa.head_dim // 2)
+    return replace(spec, attention=split), slots
+
+
+@pytest.mark.parametrize("kind", ["mla", "gqa"])
+def test_a_scale_that_fc_lost_is_named(demo, bed, kind):
+    head = read_head(open_checkpoint(demo / kind / "vllm"))
+    findings = blind(bed, *scale("fc", 100.0)(head.spec, bed.whole(head)))
+    assert [(f.rule, f.where) for f in findings if f.rule == "K364"] == [("K364", "fc times 0.01")]
+
+
+def test_a_wrong_number_of_heads_that_fits_the_shapes_is_named(demo, bed):
+    head = read_head(open_checkpoint(demo / "gqa" / "vllm"))
+    gqa = head.spec.attention
+    findings = blind(bed, *twice_the_heads(head.spec, bed.whole(head)))
+    right = f"{gqa.heads} attention heads of {gqa.head_dim} dims"
+    assert [(f.rule, f.where) for f in findings if f.rule == "K364"] == [("K364", right)]
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)

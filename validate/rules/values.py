@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import combinations
 from math import prod
 from pathlib import Path
 
 import numpy as np
 
-from ...checkpoint.bytes import read_floats
+from ...checkpoint.bytes import read_floats, row_bytes, same_bytes
 from ...checkpoint.header import TensorInfo
 from ...checkpoint.manifest import MANIFEST
 from ...checkpoint.values import BEFORE_IT_BROKE
 from ...convert.provenance import read_provenance
-from ...convert.shared import OWN_EMBEDDING, SLOTS, find_displaced
+from ...convert.shared import OWN_EMBEDDING, SLOTS, find_displaced, measure_likeness
 from ...drafters.contract import FLOATS
 from ...drafters.slots import needs
 from ...engines.registry import engines, own_layouts
@@ -22,6 +23,8 @@ from ...errors import KconvError
 from ...rule import EVERY_FAMILY, Found, Rule
 from .head import HeadSubject, engine_layouts
 
+# Rows of two matrices that have nothing to do with each other have a mean cosine of 0; of fine-tunes of one target, 1.
+UNRELATED = 0.1
 # Norms of rows and columns that spread by at most this much more than those of independent numbers.
 LIKENESS = 0.5
 # Kurtosis of a uniform and a normal distribution is 1.8 and 3.
@@ -188,11 +191,10 @@ def target_of_another(subject: HeadSubject) -> Iterator[Found]:
         yield Found(slot, f"it was left to a target with an equal one, and that of {target.name} differs")
 
 
-def rows_displaced(subject: HeadSubject) -> Iterator[Found]:
+def _beside_target(subject: HeadSubject) -> Iterator[tuple[TensorInfo, TensorInfo, np.ndarray]]:
+    """Yield the head's lm_head and embedding, each with the target's and the token of each row."""
     if subject.lent is None or subject.spec is None or not subject.lent(()).is_folder:
         return
-    import numpy as np
-
     from ...drafters.vocab import target_ids
 
     try:
@@ -205,13 +207,46 @@ def rows_displaced(subject: HeadSubject) -> Iterator[Found]:
         own, theirs = subject.tensors.get(subject.slots.get(slot, "")), target.tensors.get(slot)
         if own is None or theirs is None or own.dtype not in FLOATS or theirs.dtype not in FLOATS:
             continue
-        if own.shape[:1] == (len(ids),) and (found := find_displaced(own, theirs, ids)):
+        if own.shape[:1] == (len(ids),):
+            yield own, theirs, ids
+
+
+def rows_displaced(subject: HeadSubject) -> Iterator[Found]:
+    for own, theirs, ids in _beside_target(subject):
+        if found := find_displaced(own, theirs, ids):
             yield Found(
                 own.name,
                 f"from row {found.first} on, its rows part from the target's: row {found.row} stands for token"
                 f" {found.token}, but it is most like the row of token {found.nearest} (cosine {found.likeness:.2f},"
                 f" with its own {found.own_likeness:.2f}); so are about {found.found} of {found.sampled} sampled rows",
             )
+
+
+def embedding_unrelated(subject: HeadSubject) -> Iterator[Found]:
+    name = subject.slots.get("embed_tokens")
+    for own, theirs, ids in _beside_target(subject):
+        if own.name != name or find_displaced(own, theirs, ids):
+            continue
+        likeness = measure_likeness(own, theirs, ids)
+        if likeness is not None and likeness < UNRELATED:
+            yield Found(name, f"a token's row and the target's have a cosine of {likeness:.2f} on average")
+
+
+def weight_twice(subject: HeadSubject) -> Iterator[Found]:
+    names = dict.fromkeys(name for slot, name in subject.slots.items() if slot.endswith("_proj"))
+    written = [info for name in names if (info := subject.tensors[name]).size and not _is_zero(subject, name)]
+    for one, other in combinations(written, 2):
+        # Of most pairs the first rows differ, which saves reading the rest.
+        if (
+            (one.dtype, one.shape) == (other.dtype, other.shape)
+            and (row_bytes(one, [0]) == row_bytes(other, [0])).all()
+            and same_bytes(one, other)
+        ):
+            yield Found(other.name, f"it has the bytes of {one.name}")
+
+
+def _is_zero(subject: HeadSubject, name: str) -> bool:
+    return name in subject.values and subject.values[name].zero
 
 
 def _replaced(subject: HeadSubject) -> dict[str, str]:
@@ -283,6 +318,16 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         drafters=EVERY_FAMILY,
     ),
     Rule(
+        "K206",
+        "weight-twice",
+        "error",
+        "Two weights of the head are one and the same. An exporter wrote one of them in the place of the other.",
+        fix="Export the head again.",
+        values=True,
+        check=weight_twice,
+        drafters=EVERY_FAMILY,
+    ),
+    Rule(
         "K210",
         "normed-twice",
         "warning",
@@ -341,6 +386,18 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         seen_in="https://github.com/SafeAILab/EAGLE/issues/222",
         values=True,
         check=rows_displaced,
+    ),
+    Rule(
+        "K219",
+        "embedding-unrelated",
+        "warning",
+        "The head's embedding has nothing in common with the target's, from which it is copied as a rule. It was never"
+        " filled, or the head belongs to another target.",
+        fix="Export the head with the embedding that it was trained with, or give the target that it was trained for."
+        " No action is needed if its trainer trained an embedding of its own.",
+        values=True,
+        check=embedding_unrelated,
+        drafters=EVERY_FAMILY,
     ),
 )
 # What no weight may contain, whatever the head.
