@@ -156,9 +156,14 @@ def no_folder(path: Path, fault: OSError) -> NotACheckpoint:
     beside = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
     close = get_close_matches(path.name, beside, n=1)
     meant = f" Did you mean {path.parent / close[0]}?" if close else ""
-    absent = isinstance(fault, FileNotFoundError)
+    if not isinstance(fault, FileNotFoundError):
+        what = f"{path} is not a folder: {fault.strerror}"
+    elif os.path.islink(path):  # noqa: PTH114 -- pathlib raises for a name that is too long
+        what = f"{path} links to {path.readlink()}, which does not exist"
+    else:
+        what = f"there is no folder {path}"
     return NotACheckpoint(
-        f"there is no folder {path}" if absent else f"{path} is not a folder: {fault.strerror}",
+        what,
         fix=f"Give a checkpoint folder; a Hub id is org/name, with a revision org/name@REVISION.{meant}",
     )
 

@@ -266,7 +266,7 @@ def read_manifest(folder: Path) -> Manifest:
     if not os.path.isfile(file) or not os.access(file, os.R_OK):  # noqa: PTH113
         list_names(folder)  # without a folder, that is the error
         raise NotACheckpoint(
-            f"{folder} has no readable {MANIFEST}, so kconv did not write it",
+            f"this folder has no readable {MANIFEST}, so kconv did not write it",
             where=folder,
             fix="Pass a folder that kconv wrote, or convert this one: "
             f"{command(('kconv', 'to-vllm', str(folder), 'OUT'))}.",

@@ -510,6 +510,8 @@ def wrong_value(error: Mapping[str, Any], place: tuple[str | int, ...]) -> Wrong
 
 def no_such_key(place: tuple[str | int, ...], known: Sequence[str]) -> Wrong:
     """Return that the last key of a place is unknown, with the nearest key or all keys."""
+    if str(place[-1]).isdigit():  # YAML's {captured: 1, 3, 5} has three keys
+        return Wrong(place, "is a number where a key belongs; write several values in brackets, as in [1, 3, 5]", "")
     near = get_close_matches(str(place[-1]), known, n=1)
     others = f"; did you mean {near[0]}?" if near else f"; the keys are {', '.join(known)}" if known else ""
     return Wrong(place, f"is not a known key{others}", "")

@@ -193,7 +193,7 @@ def test_a_link_that_leads_nowhere_is_a_missing_folder(hub, tmp_path, monkeypatc
     (tmp_path / "org").mkdir()
     (tmp_path / "org" / "head").symlink_to("gone")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(NotACheckpoint, match="there is no folder org/head"):
+    with pytest.raises(NotACheckpoint, match="org/head links to gone, which does not exist"):
         resolve("org/head").open_headers()
     assert hub.served == []
 

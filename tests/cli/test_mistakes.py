@@ -64,6 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "wide" / "tokenizer.json").write_text("{}")
     kconv.convert(str(root / "gqa"), str(root / "written"), to="vllm")
     (root / "notes.md").write_text("# not prompts\n")
+    (root / "linked").symlink_to("moved-away")
     (root / "report.json").write_text('{"schema": 1, "subject": "head", "findings": []}')
     for name, recipe in RECIPES.items():
         (root / name).write_text(recipe if isinstance(recipe, str) else yaml.safe_dump(recipe))
@@ -106,6 +107,7 @@ def _step(**keys: object) -> dict[str, object]:
 RECIPES: dict[str, object] = {
     "kind.yaml": _step(do="quantise"),
     "later.yaml": _step(head="$tin/target"),
+    "brackets.yaml": "name: mine\nsteps:\n  vllm: {do: convert, head: gqa, to: vllm, captured: 1,3,5}\n",
     "key.yaml": RECIPE | {"min_acceptence": {}},
     "name.yaml": {"nmae": "mine"} | RECIPE,
     "floor.yaml": RECIPE | {"min_acceptance": {"draft_token": 3, "suite": "MT-Bench"}},
@@ -144,6 +146,7 @@ ABSENT = (
 # A name, the command in the folder, its exit code, and what the message has to name.
 MISTAKES: list[tuple[str, str, int, tuple[str, ...]]] = [
     ("a wrong path", "inspect haed", 1, ("haed",)),
+    ("a link to nowhere", "inspect linked", 1, ("linked links to moved-away, which does not exist",)),
     ("a wrong path beside a folder of that name", "inspect cache/haed", 1,
      ("there is no folder cache/haed", "write cache/haed@main")),
     ("vLLM's default layers", "to-vllm silent out --target-layers 32 --captured 2,16,29", 1,
@@ -297,6 +300,8 @@ MISTAKES: list[tuple[str, str, int, tuple[str, ...]]] = [
     ("a recipe file that is none", "run gone.yaml", 1, ("gone.yaml",)),
     ("a step's kind", "run kind.yaml --dry-run", 1, ("kind.yaml", "quantise", "quantize")),
     ("a step that is not there", "run later.yaml --dry-run", 1, ("later.yaml", "$tin")),
+    ("a list without brackets", "run brackets.yaml --dry-run", 1,
+     ("steps.vllm.3 is a number where a key belongs", "in brackets, as in [1, 3, 5]")),
     ("a misspelt part", "run key.yaml --dry-run", 1, ("key.yaml", "wrong: min_acceptence is not a known key")),
     ("a misspelt name", "run name.yaml --dry-run", 1, ("name.yaml", "wrong: nmae is not a known key")),
     ("a key twice", "run twice.yaml --dry-run", 1, ("twice.yaml:4", "the key v occurs twice")),
