@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from .. import escape
@@ -34,6 +35,8 @@ LIMIT = re.compile(r"^# .*output_len: (\d+)", re.M)
 TEMPERATURE = r"(?:temperature[:=]|temp) ?(\d+(?:\.\d+)?)"
 DRAFT = re.compile(r"(?:^# Draft model: |, draft: )([\w./-]+)", re.M)
 MEASURED_ON = r"^# Measured on [^\n(]*\([^\n)]*\b({titles})\b"
+# By how much a length may fall with K by chance.
+FALL = 0.05
 METHODS = ("draft_sample_method", "rejection_sample_method")
 
 
@@ -47,7 +50,8 @@ def write_curve(files: Sequence[AcceptanceFile], category: str | None = None, mo
         model: the key of the curve; if None, the target's name without its owner, in lower case.
 
     Raises:
-        AcceptanceInvalid: there is no such figure, two have the same K and mode, or one states no mode.
+        AcceptanceInvalid: there is no such figure, two have the same K and mode, one states no mode, or a larger K has
+            clearly less.
         DefinitionsMixed: the figures were measured differently, or not with a chain.
     """
     first = files[0]
@@ -82,6 +86,15 @@ def write_curve(files: Sequence[AcceptanceFile], category: str | None = None, mo
                 f"two figures have mode {mode} and K = {row.draft_tokens}", where=first.head, fix="Remove one."
             )
         own[row.draft_tokens] = row
+    for mode, own in modes.items():
+        for less, more in pairwise(sorted(own)):
+            if own[more].value < (1 - FALL) * own[less].value:
+                raise AcceptanceInvalid(
+                    f"{mode}: the acceptance length falls from {own[less].value:.2f} at K = {less} to"
+                    f" {own[more].value:.2f} at K = {more}, but a longer chain accepts no fewer drafts",
+                    where=first.head,
+                    fix="Check which file is of which K, and measure the wrong one again.",
+                )
     some = rows[0]
     if some.tree != "chain":
         raise DefinitionsMixed(

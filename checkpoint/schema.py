@@ -547,6 +547,8 @@ def in_words(first: Mapping[str, Any]) -> str:
         return first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     said = WORDS.get(first["type"], "it cannot be").format_map(first.get("ctx") or {})
     value = first.get("input")
+    if first["type"] == "string_type" and isinstance(value, int | float):
+        return f"{said}, but is {str(value)[:80]} without quotes"
     plain = isinstance(value, (str, int, float, bool, type(None))) and first["type"] != "missing"
     return f"{said}, but is {str(value)[:80]!r}" if plain and value is not None else said
 

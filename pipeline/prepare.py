@@ -156,7 +156,8 @@ def prepare(release: Release, text: str, root: Path, selection: Selection, file:
                 continue
             stated = Path(one.value).name
             meant = f"Did you mean ${stated}, the step?" if stated in release.steps else "Correct the name."
-            here = f"Paths in a recipe start at its folder, {file.parent.absolute()}." if file else ""
+            here = f"Paths in a recipe start at its folder, {file.parent.absolute()}" if file else ""
+            here = here and f"{here}; the output of a step is $STEP."
             own.append((name, one.field, f"{one.value} does not exist", f"{meant} {here}".strip()))
         if not any(one.made for one in inputs if one.field == "recipe"):
             try:

@@ -98,7 +98,7 @@ def test_a_recipes_paths_start_at_its_folder_wherever_it_is_run(recipe, hub, mon
     monkeypatch.chdir(recipe.parent)
     ran = kconv("recipes/release.yaml", "--dry-run")
     assert ran.exit_code == 1 and "recipes/source does not exist" in ran.stderr
-    assert f"Paths in a recipe start at its folder, {own}." in ran.stderr
+    assert f"Paths in a recipe start at its folder, {own}; the output of a step is $STEP." in ran.stderr
 
 
 def test_a_recipe_that_is_not_there_is_named(tmp_path):

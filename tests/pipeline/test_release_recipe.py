@@ -109,6 +109,7 @@ WRONG = {
         8,
         "it must be a whole number, but is 'many'",
     ),
+    "a number for text": ("data: texts.jsonl", "split: 1.0", 8, "it must be text, but is 1.0 without quotes"),
     "a fact with a typo": (
         "  c:",
         "facts: {licence: {}}\n#",
