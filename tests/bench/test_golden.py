@@ -92,7 +92,7 @@ WRONG = {
     "no mode": (lambda: [acceptance(row(1, 1.5, None))], AcceptanceInvalid, "has reasoning unstated"),
     "another category": (lambda: [acceptance(row(1, 1.5, category="math"))], AcceptanceInvalid, "coding"),
     "two of one K": (lambda: [acceptance(row(1, 1.5)), acceptance(row(1, 1.6))], AcceptanceInvalid, "two figures"),
-    "a length that falls with K": (lambda: [acceptance(row(1, 1.9)), acceptance(row(3, 1.7))], AcceptanceInvalid, "falls"),
+    "a length that falls with K": (lambda: [acceptance(row(1, 1.9), row(3, 1.7))], AcceptanceInvalid, "falls"),
     "two heads": (
         lambda: [acceptance(row(1, 1.5)), acceptance(row(2, 1.6), head="o/b")], DefinitionsMixed, "two heads",
     ),

@@ -229,7 +229,7 @@ def embedding_unrelated(subject: HeadSubject) -> Iterator[Found]:
             continue
         likeness = measure_likeness(own, theirs, ids)
         if likeness is not None and likeness < UNRELATED:
-            yield Found(name, f"a token's row and the target's have a cosine of {likeness:.2f} on average")
+            yield Found(own.name, f"a token's row and the target's have a cosine of {likeness:.2f} on average")
 
 
 def weight_twice(subject: HeadSubject) -> Iterator[Found]:
