@@ -94,7 +94,7 @@ def gather(
     if report is not None:
         _refuse_unfit(report)
     # Quoted figures name no weights.
-    bound = [*([report] if report else []), *(found for found in acceptance if found.weights)]
+    bound = [*([report] if report is not None else []), *(found for found in acceptance if found.weights)]
     if bound:
         head = identify(folder, manifest)
         for evidence in bound:

@@ -275,7 +275,7 @@ def _but_means(rows: Sequence[AcceptanceRow]) -> list[AcceptanceRow]:
 def unverified(evidence: Evidence) -> list[str]:
     """Return facts that rest on the user's word or on a default, except those that the report measured."""
     records = evidence.manifest.unverified if evidence.manifest else ()
-    decided = evidence.report.figures.decided if evidence.report else None
+    decided = evidence.report.figures.decided if evidence.report is not None else None
     return [
         f"{one.fact}: {phrase(one.fact, one.value)}, by {one.word}" + (f" ({one.against})" if one.against else "")
         for one in records

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,8 +79,9 @@ def serve(
     from ..operations.validate import Validate
     from ..options import expanded
     from ..serving.start import check_start
+    from ..validate.report import finding_lines
     from .progress import Terminal
-    from .show import print_json
+    from .show import print_json, show_lines
 
     context, target, python = Terminal(), expanded(target), expanded(engine_python or sys.executable)
     head, aimed = expanded(head), context.source(target)
@@ -95,6 +97,8 @@ def serve(
     report = request.run(context)
     if not request.passed(report):
         raise request.failure(report)
+    warnings = finding_lines(one for one in report.findings if one.severity == "warning")
+    show_lines(replace(line, err=True) for line in warnings)
     own_code = needs_code(read_json(aimed.fetch_config() / "config.json"), checkpoint.config)
     name, revision = aimed.served
     deployment = Deployment(name, str(folder), served.spec, own_code, steps=draft_tokens, revision=revision)

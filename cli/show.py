@@ -45,7 +45,7 @@ def show_lines(lines: Iterable[Part], *, folds: bool = False) -> None:
         if isinstance(row, str):
             echo(row, wraps=True)
         elif isinstance(row, Line) and row.err:
-            echo(row.words, err=True, wraps=row.wraps)
+            echo(_text(row.words).plain, err=True, wraps=row.wraps)
         elif isinstance(row, Line):
             text = _text(row.words, console().encoding)
             for line in _folded(text, console()) if row.wraps and console().is_terminal else (text,):

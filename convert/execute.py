@@ -61,6 +61,7 @@ def fill(
     `training` is for the code that trained it.
     """
     past = read_provenance(plan.source.checkpoint.folder)
+    past.check_config()
     if plan.target is not None:
         past.check_target(plan.target)
     weights = write_safetensors(

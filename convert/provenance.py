@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.bytes import digest, read_integers
+from ..checkpoint.bytes import digest, file_digest, read_integers
 from ..checkpoint.manifest import (
     MANIFEST,
     ConversionRecord,
@@ -72,18 +72,27 @@ class Provenance:
         prompts = tuple(sorted({*before.prompts, *now.prompts}))
         return now.model_copy(update={"prompts": prompts, "before": before})
 
+    def check_config(self) -> None:
+        """Raise ManifestMismatch if the manifest was written beside another config.json than is there."""
+        for record in self.manifest.files if self.manifest else ():
+            if record.name == "config.json" and record.sha256 != file_digest(self.file.with_name(record.name)):
+                raise self._apart(record.name)
+
     def check(self, sources: Iterable[TensorRecord]) -> None:
-        """Raise ManifestMismatch if the manifest tells a history of tensors other than these."""
-        if self.manifest is None or not (self.manifest.training or self.manifest.conversion):
+        """Raise ManifestMismatch if the manifest was written of other tensors than these."""
+        if self.manifest is None:
             return
         known = {step.output.name: step.output.blake3 for step in self.manifest.tensors}
         for record in sources:
             if known.get(record.name) != record.blake3:
-                raise ManifestMismatch(
-                    f"{record.name} differs from {MANIFEST}, which records how the head was made",
-                    where=self.file,
-                    fix=f"Pass the head as kconv wrote it. If you changed it on purpose, remove {MANIFEST}.",
-                )
+                raise self._apart(record.name)
+
+    def _apart(self, name: str) -> ManifestMismatch:
+        return ManifestMismatch(
+            f"{name} differs from {MANIFEST}, which records what kconv wrote",
+            where=self.file,
+            fix=f"Pass the head as kconv wrote it. If you changed it on purpose, remove {MANIFEST}.",
+        )
 
     def left_to_others(self, target: SharedTensors) -> Iterator[str]:
         """Yield the slots that were left to a target's tensor which is not this one's; in another dtype it may be."""

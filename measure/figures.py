@@ -223,6 +223,10 @@ class NoiseFigures(StrictModel):
     by_tensor: dict[str, float] = Field(default={})
 
 
+# What quantization may cost, beyond two standard errors, before publishing needs a reason.
+MAX_GROWTH = 0.01
+
+
 class PerplexityFigures(StrictModel):
     """A quantized target compared with its source on held-out text, both in fp32 on dequantized weights.
 
@@ -244,6 +248,16 @@ class PerplexityFigures(StrictModel):
     log_ratio: float
     log_ratio_se: float | None
     top1: float
+
+    @property
+    def growth(self) -> float:
+        """By which share the output's perplexity is above the source's."""
+        return math.expm1(self.log_ratio)
+
+    @property
+    def is_larger(self) -> bool:
+        """Whether it grew by more than `MAX_GROWTH` and two standard errors together; NaN did."""
+        return not self.growth - 2 * (self.log_ratio_se or 0.0) <= MAX_GROWTH
 
 
 class AccuracyFigures(StrictModel):

@@ -150,10 +150,12 @@ def _check(
     all_figures = figures(identical, measured)
     if told is not None:
         from .readings import decide_readings, judge_mistakes, judge_readings
+        from .verdict import without_network
 
         decided = decide_readings(told, still_open)
         findings += judge_readings(told, decided)
-        findings += judge_mistakes(gains, told.behind(0, decided.winner)[0] if decided.beaten else 0.0)
+        otherwise = told.behind(0, decided.winner)[0] if decided.beaten else 0.0
+        findings += judge_mistakes(gains, otherwise, without_network(all_figures.acceptance))
         all_figures = all_figures.model_copy(update={"readings": told.figures(), "decided": decided})
     if options.asks_engine and target is not None and prompts is not None:
         from .engines.check import check_engine

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,15 +28,25 @@ from ..measure.statistics import standard_errors
 from ..quantize.calibrate import LayerLinears, Layers
 from ..quantize.experts import must_part
 from ..quantize.head.formats import NVFP4
+from ..rule import Found
 from ..targets.config import read_target_config
 from ..targets.weights import stored_weights
 from .options import ValidateOptions
+from .report import Finding
+from .rules.comparisons import RULE
 
 Say = Callable[[str], None]
 PRECISION = "float32, on dequantized weights; inputs of NVFP4 linear layers rounded by their input_scale"
 EXPERT = re.compile(r"\.experts\.\d+\.")
 # By the suffix of a scale of the input.
 FORMATS = {format_.inputs: format_ for format_ in (formats.NVFP4, formats.NVFP4_PACKED)}
+
+
+def judge_perplexity(figures: PerplexityFigures) -> Iterator[Finding]:
+    """Find a perplexity that grew by more than a release may lose without a reason."""
+    if figures.is_larger:
+        said = f"{figures.output:.4f}, the source's {figures.source:.4f} ({figures.growth:+.2%})"
+        yield RULE["K395"].finding(Found("perplexity", f"on held-out text it is {said}"))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from ..checkpoint.bytes import digest
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.formats import FP8_PB_WO, NVFP4, NVFP4_PACKED
 from ..drafters.rope_keys import read_rope
-from ..errors import KconvError
+from ..errors import ComparisonUnfit, KconvError
 from ..measure.figures import NoiseFigures
 from ..rule import Found
 from ..targets.config import TargetConfig, parse_target_config
@@ -118,9 +118,21 @@ def check_quantized(
 
     Raises:
         SourceFormatUnknown, QuantizedWeightInvalid: one of the two cannot be read.
+        ComparisonUnfit: the source is quantized itself.
     """
     configs = [parse_target_config(one.config) for one in (output, source)]
     ours, theirs = map(stored_weights, (output, source), configs)
+    nvfp4 = (NVFP4.form, NVFP4_PACKED.form)
+    if any(one.form in nvfp4 for one in theirs.values()):
+        rounded = any(one.form in nvfp4 for one in ours.values())
+        raise ComparisonUnfit(
+            f"{source.source} is quantized itself"
+            + (", so it is not what this target was made from" if rounded else ", and this target is not"),
+            where="source",
+            fix="Pass as the source the target that kconv quantize read."
+            if rounded
+            else "Swap HEAD and --source: the source is the unquantized one.",
+        )
     findings = check_config(*configs)
     findings += [_absent(name, "is missing") for name in sorted(theirs.keys() - ours.keys())]
     findings += [_absent(name, "is not in the source") for name in sorted(ours.keys() - theirs.keys())]

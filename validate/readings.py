@@ -478,14 +478,15 @@ def measure_mistakes(
     return gains(PROBED, lambda: best, LEAST)
 
 
-def judge_mistakes(gains: Sequence[Gain], otherwise: float = 0.0) -> Iterator[Finding]:
+def judge_mistakes(gains: Sequence[Gain], otherwise: float = 0.0, least: float = 0.0) -> Iterator[Finding]:
     """Yield a finding if undoing a mistake raises the head's acceptance; the greatest gain names the error.
 
     Args:
         gains: from undoing each of them.
         otherwise: what another reading of the head gains. A mistake that gains no more only comes close to it.
+        least: the length that drafters without a network reach. A cure that reaches no more is none.
     """
-    clear = [gain for gain in gains if gain.is_clear and gain.gained > otherwise]
+    clear = [gain for gain in gains if gain.is_clear and gain.gained > otherwise and gain.before + gain.gained > least]
     faults = [gain for gain in clear if gain.is_fault]
     # The target's statement needs no guess, though another reading may gain the same by coming close to it. And a scale
     # that compensates half of an error elsewhere is not the error, nor is a swap that does.
@@ -549,6 +550,13 @@ def _structure(head: DraftHead, at: str) -> Iterator[Mistake]:
     yield _with(head, f"{_plain(gate)} and {_plain(up)} swapped", {gate: weights[up], up: weights[gate]})
     yield from _halves(head, at)
     yield from _groups(head, at)
+    if isinstance(attention, Gqa):
+        keys, values = (
+            [slot for slot in (f"{at}{name}", f"{at}{name}.bias") if slot in weights] for name in ("k_proj", "v_proj")
+        )
+        pairs = list(zip(keys, values, strict=True))
+        changed = {one: weights[other] for pair in pairs for one, other in (pair, pair[::-1])}
+        yield _with(head, f"{_plain(keys[0])} and {_plain(values[0])} swapped", changed)
     rows = _mla_rows if isinstance(attention, Mla) else _gqa_rows
     turned = rows(head, at)
     for way, how in (("halves", _to_halves), ("neighbors", _to_neighbors)):

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 from pydantic import Field, computed_field, field_validator, model_validator
 
@@ -86,6 +86,7 @@ class Report(Result, StrictModel):
         figures: the measurements.
         provenance: how they were made: versions, target, prompts and their hash, seed, date, whether --strict.
         verdicts: one for each engine in `provenance.for`; kconv computes them again when it reads the file.
+        outcome: "pass", "fail" or "undecided", for all engines together; a report itself is neither true nor false.
     """
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
@@ -133,6 +134,9 @@ class Report(Result, StrictModel):
             )
         return tuple(found)
 
+    def __bool__(self) -> NoReturn:
+        raise TypeError(f"a report is neither true nor false; its outcome is {self.outcome!r} (report.outcome)")
+
     @property
     def outcome(self) -> Outcome:
         """What the findings come to for all engines together."""
@@ -156,11 +160,7 @@ class Report(Result, StrictModel):
     def lines(self, *, verbose: bool = False) -> Iterator[Part]:
         """Yield findings, figures and verdicts; notes are only counted unless `verbose`."""
         figures = self.figures
-        for one in self.findings:
-            if one.severity != "note" or verbose:
-                kind = Styled(f"{one.severity} {one.rule}", f"bold {COLORS[one.severity]}")
-                yield Line((kind, f" {one.where}: {one.message}"))
-                yield Line(f"  fix: {one.fix}")
+        yield from finding_lines(one for one in self.findings if one.severity != "note" or verbose)
         counts = {severity: sum(f.severity == severity for f in self.findings) for severity in SEVERITIES}
         if counts["note"] and not verbose:
             yield Line((Styled(f"{counted(counts['note'], 'note')}; -v shows them", "dim"),))
@@ -212,6 +212,14 @@ class Report(Result, StrictModel):
             title=f"{title}: " * bool(title) + f"acceptance length, K={rows[0].steps}, bonus token included",
             right=True,
         )
+
+
+def finding_lines(findings: Iterable[Finding]) -> Iterator[Line]:
+    """Yield what is said of each finding, and what to do."""
+    for one in findings:
+        kind = Styled(f"{one.severity} {one.rule}", f"bold {COLORS[one.severity]}")
+        yield Line((kind, f" {one.where}: {one.message}"))
+        yield Line(f"  fix: {one.fix}")
 
 
 def _with_error(value: float, error: float | None) -> str:

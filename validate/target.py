@@ -69,12 +69,13 @@ def validate_target(
             except KconvError as fault:
                 findings.append(RULE["K392"].of_problem(fault.problem("K392")))
         if source is not None and prompts is not None:
-            from .perplexity import PRECISION, measure_perplexity
+            from .perplexity import PRECISION, judge_perplexity, measure_perplexity
 
             if any(finding.severity == "error" for finding in findings):
                 provenance["not_measured"] = "perplexity: a target with errors is not run"
             else:
                 perplexity = measure_perplexity(checkpoint, source, prompts, say)
+                findings += judge_perplexity(perplexity)
                 provenance |= {"prompts": prompts.describe() | {"text_tokens": options.text_tokens}, "dtype": PRECISION}
     if accuracy:
         findings += judge_accuracy(accuracy)

@@ -103,6 +103,11 @@ def judge_baselines(rows: Sequence[AcceptanceFigures]) -> Iterator[Finding]:
                 yield RULE["K363"].finding(Found(text, message + f"{base.rates[place - 1]:.1%} of the other's"))
 
 
+def without_network(rows: Iterable[AcceptanceFigures]) -> float:
+    """Return the largest acceptance length of a drafter without a network, on texts that do not loop."""
+    return max((row.length for row in rows if row.text in OPEN_TEXTS and row.drafter in BASELINES), default=0.0)
+
+
 def _is_below(one: float, its_error: float | None, other: float, other_error: float | None) -> bool:
     """Return whether a figure is clearly below another; NaN is. Assumes unpaired errors, which is cautious."""
     if its_error is None or other_error is None:

@@ -149,7 +149,7 @@ def find_measurements(
         acceptance: by the name of its file.
     """
     if floor.of_text:
-        return _on_text(floor, report) if report else []
+        return _on_text(floor, report) if report is not None else []
     return [
         Measurement(row.value, name)
         for name, held in acceptance.items()
@@ -198,10 +198,10 @@ def list_measured(report: Report | None, acceptance: Mapping[str, AcceptanceFile
         for row in held.rows
         if row.measured_by == "self" and row.category == OVERALL
     ]
-    target = report.provenance.get("target") if report else None
+    target = report.provenance.get("target") if report is not None else None
     texts = [
         f"al_incl_bonus on {row.text} at {_how(row.steps, None, target)}, {row.sequences} prompts"
-        for row in (report.figures.acceptance if report else ())
+        for row in (report.figures.acceptance if report is not None else ())
         if row.drafter == "output"
     ]
     return list(dict.fromkeys(suites + texts))

@@ -124,7 +124,7 @@ def _report(candidate: Candidate) -> Iterator[Found]:
 
 
 def _report_of_these(candidate: Candidate) -> Iterator[Found]:
-    if candidate.report and (other := foreign(candidate.report, candidate.identity)):
+    if candidate.report is not None and (other := foreign(candidate.report, candidate.identity)):
         yield Found(REPORT, f"the report is about {other}")
 
 
@@ -181,9 +181,9 @@ def _floor_reached(candidate: Candidate) -> Iterator[Found]:
 def _loss(candidate: Candidate) -> Iterator[Found]:
     if (floor := candidate.floor) is None:
         return
-    if (report := candidate.report) and candidate.manifest.exact and report.figures.identical:
+    if (report := candidate.report) is not None and candidate.manifest.exact and report.figures.identical:
         return
-    loss = largest_loss(report, floor.draft_tokens) if report else None
+    loss = largest_loss(report, floor.draft_tokens) if report is not None else None
     if loss is None:
         yield Found(REPORT, f"the loss of acceptance against the source was not measured at K = {floor.draft_tokens}")
     elif not loss <= floor.max_loss:

@@ -157,7 +157,9 @@ def measure_blocks(engine: str, python: Path, root: Path) -> None:
 
     targets, trained = trained_blocks.train_blocks(cache_root(), make_target(TEST, cache_root()))
     (root / "blocks").mkdir()
-    found, broken = witness.serve_blocks(engine, python, targets, trained, root / "blocks")
+    right = trained_blocks.convert_blocks(trained, engine, root / "blocks" / "right")
+    broken = witness.write_broken_blocks(right, engine, root / "blocks" / "broken")
+    found = witness.serve_blocks(engine, python, targets, right, root / "blocks", broken)
     for fault in silent_faults.SILENT_BLOCKS:
         if fault.name in broken:
             asked = fault, broken[fault.name], engine, targets["qwen3"], trained[fault.kind]

@@ -170,6 +170,7 @@ def perplexity(growth: float, error: float | None = 0.001) -> PerplexityFigures:
     "figures, said",
     [
         (Figures(), "noise was not measured"),
+        (Figures(noise=NoiseFigures(tensors=0), perplexity=perplexity(0.0)), "noise was not measured"),
         (Figures(noise=NoiseFigures(tensors=72, exact=71)), "noise was not measured"),
         (Figures(noise=NoiseFigures(tensors=72, exact=72)), "perplexity was not compared with the source's"),
         (Figures(noise=NoiseFigures(tensors=72, exact=72), perplexity=perplexity(0.0)), ""),

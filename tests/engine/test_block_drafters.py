@@ -22,14 +22,14 @@ import pytest
 from click.testing import CliRunner
 from support.silent_faults import SILENT_BLOCKS, SilentFault
 from support.trained_blocks import SERVED, convert_blocks, train_blocks
-from support.witness import FEWER, NO_FLAG, PROMPTS, Witnessed, rules_of, serve_blocks
+from support.witness import FEWER, NO_FLAG, PROMPTS, Witnessed, rules_of, serve_blocks, write_broken_blocks
 
 from kconv.bench.acceptance import read_acceptance
 from kconv.cli import main
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
-Blocks = tuple[dict[str, Witnessed], dict[str, Path]]
+Served = dict[str, Witnessed]
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +38,36 @@ def trained(cache, tiny_target) -> tuple[dict[str, Path], dict[str, Path]]:
 
 
 @pytest.fixture(scope="module")
-def in_vllm(engine_python, trained, tmp_path_factory) -> Blocks:
-    return serve_blocks("vllm", engine_python, *trained, tmp_path_factory.mktemp("vllm"))
+def converted(trained, tmp_path_factory) -> dict[str, dict[str, Path]]:
+    """Return right drafters in each engine's layout."""
+    return {name: convert_blocks(trained[1], name, tmp_path_factory.mktemp(name) / "right") for name in SERVED}
 
 
 @pytest.fixture(scope="module")
-def in_sglang(sglang_python, trained, tmp_path_factory) -> Blocks:
-    return serve_blocks("sglang", sglang_python, *trained, tmp_path_factory.mktemp("sglang"))
+def broken(converted, tmp_path_factory) -> dict[str, dict[str, Path]]:
+    return {name: write_broken_blocks(right, name, tmp_path_factory.mktemp(name)) for name, right in converted.items()}
+
+
+@pytest.fixture(scope="module")
+def in_vllm(engine_python, trained, converted, tmp_path_factory) -> Served:
+    return serve_blocks("vllm", engine_python, trained[0], converted["vllm"], tmp_path_factory.mktemp("vllm"))
+
+
+@pytest.fixture(scope="module")
+def in_sglang(sglang_python, trained, converted, tmp_path_factory) -> Served:
+    return serve_blocks("sglang", sglang_python, trained[0], converted["sglang"], tmp_path_factory.mktemp("sglang"))
+
+
+@pytest.fixture(scope="module")
+def broken_in_vllm(engine_python, trained, converted, broken, tmp_path_factory) -> Served:
+    folder = tmp_path_factory.mktemp("vllm")
+    return serve_blocks("vllm", engine_python, trained[0], converted["vllm"], folder, broken["vllm"])
+
+
+@pytest.fixture(scope="module")
+def broken_in_sglang(sglang_python, trained, converted, broken, tmp_path_factory) -> Served:
+    folder = tmp_path_factory.mktemp("sglang")
+    return serve_blocks("sglang", sglang_python, trained[0], converted["sglang"], folder, broken["sglang"])
 
 
 def right(engine: str) -> list[str]:
@@ -67,44 +90,51 @@ def check(found: Witnessed) -> None:
 
 @pytest.mark.parametrize("name", right("sglang"))
 def test_sglang_accepts_what_kconvs_forward_says(in_sglang, name):
-    check(in_sglang[0][name])
+    check(in_sglang[name])
 
 
 @pytest.mark.parametrize("name", right("vllm"))
 def test_vllm_accepts_what_kconvs_forward_says(in_vllm, name):
-    check(in_vllm[0][name])
+    check(in_vllm[name])
 
 
 def test_vllm_serves_a_p_eagle_head_as_another_without_its_flag(in_vllm):
     """As one that drafts a token a step, from each token before: what it drafts is not what the head's forward says."""
-    good, other = in_vllm[0]["P-EAGLE vllm"], in_vllm[0][f"P-EAGLE vllm, {NO_FLAG}"]
+    good, other = in_vllm["P-EAGLE vllm"], in_vllm[f"P-EAGLE vllm, {NO_FLAG}"]
     assert not other.error and other.same == other.prompts
     assert (other.drafts, other.places) != (good.drafts, good.places)
 
 
-def check_fault(served: Blocks, trained, fault: SilentFault, engine: str) -> None:
-    """Hold that an engine served a fault without a word, drafted otherwise, and that a rule names it."""
-    (targets, heads), (answers, broken) = trained, served
-    found, good = answers[fault.name], answers[f"{fault.kind} {engine}"]
+def check_fault(served: Served, fault: SilentFault, engine: str) -> None:
+    """Hold that an engine served a fault without a word, and drafted otherwise."""
+    found, good = served[fault.name], served[f"{fault.kind} {engine}"]
     assert not found.error
     assert found.same == found.prompts
     assert (found.drafts, found.places) != (good.drafts, good.places)
     assert bool(found.unreached) == bool(fault.unreached)
     assert all(fault.unreached in name for name in found.unreached)
-    assert rules_of(fault, broken[fault.name], engine, targets["qwen3"], heads[fault.kind])
 
 
-@pytest.mark.parametrize("fault", SILENT_BLOCKS, ids=[fault.name for fault in SILENT_BLOCKS])
-def test_sglang_serves_a_silent_fault_that_a_rule_names(in_sglang, trained, fault):
-    check_fault(in_sglang, trained, fault, "sglang")
+SILENT_IN = [(engine, fault) for engine in SERVED for fault in SILENT_BLOCKS if engine in fault.engines]
 
 
-IN_VLLM = tuple(fault for fault in SILENT_BLOCKS if "vllm" in fault.engines)
+@pytest.mark.parametrize(("engine", "fault"), SILENT_IN, ids=[f"{engine}-{fault.name}" for engine, fault in SILENT_IN])
+def test_a_silent_fault_is_named_by_a_rule(broken, trained, engine, fault):
+    targets, heads = trained
+    assert rules_of(fault, broken[engine][fault.name], engine, targets["qwen3"], heads[fault.kind])
 
 
-@pytest.mark.parametrize("fault", IN_VLLM, ids=[fault.name for fault in IN_VLLM])
-def test_vllm_serves_a_silent_fault_that_a_rule_names(in_vllm, trained, fault):
-    check_fault(in_vllm, trained, fault, "vllm")
+# Each fault is a server of its own.
+@pytest.mark.release
+@pytest.mark.parametrize("fault", [one for engine, one in SILENT_IN if engine == "sglang"], ids=lambda one: one.name)
+def test_sglang_serves_a_silent_fault_without_a_word(broken_in_sglang, fault):
+    check_fault(broken_in_sglang, fault, "sglang")
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("fault", [one for engine, one in SILENT_IN if engine == "vllm"], ids=lambda one: one.name)
+def test_vllm_serves_a_silent_fault_without_a_word(broken_in_vllm, fault):
+    check_fault(broken_in_vllm, fault, "vllm")
 
 
 @pytest.mark.parametrize(("engine", "name"), [("vllm", "DFlash"), ("sglang", "DSpark")])

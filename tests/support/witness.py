@@ -246,26 +246,35 @@ def _families_in_sglang(python, trained, heads, folder) -> dict[str, Served]:
     }
 
 
+def write_broken_blocks(right: Mapping[str, Path], engine: str, folder: Path) -> dict[str, Path]:
+    """Give right block drafters of an engine's layout a fault each; return the folders."""
+    faults = [fault for fault in SILENT_BLOCKS if engine in fault.engines]
+    return {
+        fault.name: silent_faults.write(fault, right[f"{fault.kind} {engine}"], folder / str(number))
+        for number, fault in enumerate(faults)
+    }
+
+
 def serve_blocks(
-    engine: str, python: Path, targets: Mapping[str, Path], trained: dict[str, Path], folder: Path
-) -> tuple[dict[str, Witnessed], dict[str, Path]]:
-    """Have an engine serve block drafters, right ones and others with a fault each, and what kconv's forward gives.
+    engine: str,
+    python: Path,
+    targets: Mapping[str, Path],
+    right: Mapping[str, Path],
+    folder: Path,
+    broken: Mapping[str, Path] | None = None,
+) -> dict[str, Witnessed]:
+    """Have an engine serve block drafters; return what it did with each, and what kconv's forward gives of right ones.
 
     Args:
         engine: whose layout they have.
         python: of the engine's environment.
-        targets, trained: see `trained_blocks.train_blocks`.
+        targets: see `trained_blocks.train_blocks`.
+        right: see `trained_blocks.convert_blocks`.
         folder: to work in.
-
-    Returns:
-        What it did with each, and the folders of those with a fault.
+        broken: see `write_broken_blocks`.
     """
-    right = trained_blocks.convert_blocks(trained, engine, folder / "right")
-    faults = {fault.name: fault for fault in SILENT_BLOCKS if engine in fault.engines}
-    broken = {
-        name: silent_faults.write(fault, right[f"{fault.kind} {engine}"], folder / "broken" / str(number))
-        for number, (name, fault) in enumerate(faults.items())
-    }
+    broken = broken or {}
+    faults = {fault.name: fault for fault in SILENT_BLOCKS if fault.name in broken}
     specs = {name: read_head(open_checkpoint(head)).spec for name, head in right.items()}
     servings = {
         name: Serving(python, targets[trained_blocks.target_of(name)], head, spec, spec.drafter.draft_tokens(spec))
@@ -290,7 +299,7 @@ def serve_blocks(
             good = right.get(name.partition(",")[0])
             known = name not in faults and good is not None and NO_FLAG not in name
             found[name] = expect(one, good, model, targets[kind], own, servings[name].draft_tokens) if known else one
-    return found, broken
+    return found
 
 
 def _blocks_in_vllm(python, targets, servings, prompts, folder, ahead) -> dict[str, Served]:

@@ -33,7 +33,7 @@ from kconv.targets.config import parse_target_config
 from kconv.targets.model import load_target
 from kconv.tiny.text import read_corpus
 from kconv.validate.options import ValidateOptions
-from kconv.validate.perplexity import Run, compare_runs, encode_texts, measure_perplexity
+from kconv.validate.perplexity import Run, compare_runs, encode_texts, judge_perplexity, measure_perplexity
 from kconv.validate.quantized import FLOOR, check_quantized
 
 FORMS = ("bf16", "int4", "fp8")
@@ -164,6 +164,23 @@ def test_validate_reports_the_noise_and_the_change(pair, spoiled):
     assert json.loads(report.to_json())["figures"]["noise"]["worst"] > FLOOR
     bad = validate(Folder(spoiled("int4", swap_nibbles)), source=open_checkpoint(source))
     assert not bad.clean and "K390" in {finding.rule for finding in bad.findings}
+
+
+@pytest.mark.parametrize("other, said", [(0, "Swap HEAD and --source"), (1, "that kconv quantize read")])
+def test_a_quantized_target_is_no_source(pair, other, said):
+    source, good = pair("bf16")
+    report = validate(Folder((source, good)[other]), source=open_checkpoint(good))
+    errors = [finding for finding in report.findings if finding.severity == "error"]
+    assert [finding.rule for finding in errors] == ["K392"] and said in errors[0].fix
+    assert report.figures.noise is None
+
+
+def test_a_perplexity_that_grew_is_a_warning():
+    figures = compare_runs(*(Run([torch.full((n,), loss) for n in (3, 5)], [torch.zeros(8)]) for loss in (2.0, 2.43)))
+    [finding] = judge_perplexity(figures)
+    assert (finding.rule, finding.severity) == ("K395", "warning") and "(+53.73%)" in finding.message
+    same = Run([torch.full((4,), 2.0)], [torch.zeros(4)])
+    assert list(judge_perplexity(compare_runs(same, same))) == []
 
 
 def test_what_could_only_be_passed_over_is_refused(pair, tmp_path):

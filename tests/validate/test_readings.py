@@ -232,6 +232,13 @@ def test_a_mistake_that_only_comes_close_to_another_reading_is_not_named_beside_
     assert finding.rule == "K364"
 
 
+def test_a_cure_that_drafts_no_better_than_a_bigram_is_not_named():
+    fault = Gain("fc times 100", "scale", 1.12, 0.14, 0.02)
+    (finding,) = judge_mistakes([fault], least=1.25)
+    assert finding.rule == "K364"
+    assert list(judge_mistakes([fault], least=1.3)) == []
+
+
 def test_norms_without_values_of_their_own_are_held_against_their_strength():
     """A norm of equal weights that is swapped or moved by one is only stronger or weaker."""
     slots = random_slots(MLA)

@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 from support.heads import write_head
 from support.validated import validate
-from support.weight_faults import FAULTS, ROUNDINGS, STEPS, Bed, make_bed, scale
+from support.weight_faults import FAULTS, ROUNDINGS, STEPS, Bed, make_bed, scale, swap
 from torch import Tensor
 
 from kconv.checkpoint.bytes import digest, file_digest
@@ -41,7 +41,7 @@ from kconv.validate.report import Finding, Report
 from kconv.validate.rules.head import HeadSubject
 from kconv.validate.rules.table import check_head
 from kconv.validate.structure import check_source
-from kconv.validate.verdict import judge_baselines, judge_fingerprint
+from kconv.validate.verdict import judge_baselines, judge_fingerprint, without_network
 
 pytestmark = pytest.mark.slow
 
@@ -145,7 +145,7 @@ def blind(bed: Bed, spec: HeadSpec, slots: Mapping[str, Tensor]) -> list[Finding
     head = DraftHead(spec, dict(slots))
     rows = [row for text in bed.texts for row in bed.measure(text, head)]
     gains = measure_mistakes(head, bed.texts, bed.run, bed.layers, STEPS, targets_own(bed.config))
-    return [*judge_baselines(rows), *judge_mistakes(gains)]
+    return [*judge_baselines(rows), *judge_mistakes(gains, least=without_network(rows))]
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -164,6 +164,12 @@ def twice_the_heads(spec: HeadSpec, slots: Mapping[str, Tensor]) -> tuple[HeadSp
     assert isinstance(gqa, Gqa)
     split = Gqa(2 * gqa.heads, 2 * gqa.kv_heads, gqa.head_dim // 2)
     return replace(spec, attention=split), slots
+
+
+def test_keys_and_values_in_each_others_place_are_named(demo, bed):
+    head = read_head(open_checkpoint(demo / "gqa" / "vllm"))
+    findings = blind(bed, *swap("0.k_proj", "0.v_proj")(head.spec, bed.whole(head)))
+    assert [f.where for f in findings if f.rule == "K364"] == ["k_proj and v_proj swapped"]
 
 
 @pytest.mark.parametrize("kind", ["mla", "gqa"])

@@ -210,6 +210,15 @@ RULES: tuple[Rule[Any], ...] = (
         "Quantize fewer modules (--recipe nvfp4-experts), or measure the input scales (kconv calibrate).",
     ),
     Rule(
+        "K395",
+        "perplexity-larger",
+        "warning",
+        "A quantized target's perplexity is above its source's by more than one percent and two standard errors "
+        "together.",
+        "Calibrate again and quantize with that (kconv calibrate, --input-scale), quantize fewer modules (--recipe "
+        "nvfp4-experts), or search for scales (nvfp4-experts-mse).",
+    ),
+    Rule(
         "K701",
         "output-changed",
         "error",
