@@ -18,6 +18,7 @@ from pydantic import Field, ValidationError, model_validator
 from ..checkpoint.schema import MAX_JSON, find_wrong, load_json, read_bounded
 from ..errors import AcceptanceInvalid, NotACheckpoint
 from ..lines import Line, Part, Result, Table
+from ..measure.figures import ROUNDED
 from ..strict import StrictModel
 
 ACCEPTANCE = "acceptance.json"
@@ -27,8 +28,6 @@ Metric = Literal["al_incl_bonus", "al_as_published", "draft_accept_rate", "teach
 # An acceptance length whose source does not state whether the bonus token is in it: comparable with nothing.
 AS_PUBLISHED = "al_as_published"
 LENGTHS = ("al_incl_bonus", AS_PUBLISHED)
-# How far a published rate may be from its figure, rounded to whole percents.
-ROUNDED = 0.005
 Averaging = Literal["micro_steps", "macro_request", "macro_category", "micro_positions"]
 MeasuredBy = Literal["self", "quoted"]
 
@@ -273,6 +272,15 @@ class AcceptanceRow(StrictModel):
             raise ValueError(
                 f"{self.dataset} {self.category}: the rates give {1 + sum(rates):.3f} tokens per step, not {self.shown}"
             )
+        if (band := self.interval) is not None:
+            # A bootstrap's ends are seldom far from symmetric, and its figure never outside of them by much.
+            spare = (band.high - band.low) / 2
+            if not band.low - spare <= self.value <= band.high + spare:
+                raise ValueError(f"{self.dataset} {self.category}: {self.words} is outside of its own interval")
+            if band.over == "prompts" and self.prompts not in (None, band.units):
+                raise ValueError(
+                    f"{self.dataset} {self.category}: prompts is {self.prompts}, but the interval is over {band.units}"
+                )
         return self
 
     def __getitem__(self, name: str) -> Any:

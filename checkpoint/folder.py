@@ -177,13 +177,13 @@ def _without_config(folder: Path) -> NotACheckpoint:
     # Including the snapshots of a folder in the Hub's cache.
     found = [*folder.glob("*/config.json"), *folder.glob("snapshots/*/config.json")]
     inner = sorted(str(file.parent.relative_to(folder)) for file in found)
-    return NotACheckpoint(
-        f"{folder} has no config.json" + (f", but these subfolders have one: {', '.join(inner[:5])}" if inner else ""),
-        where=folder,
-        fix=f"Give one of them, e.g. {folder / inner[0]}"
-        if inner
-        else "A checkpoint is a folder with config.json and *.safetensors; check the path.",
-    )
+    what, fix = "", "A checkpoint is a folder with config.json and *.safetensors; check the path."
+    if inner:
+        what = f", but these subfolders have one: {', '.join(inner[:5])}"
+        fix = f"Give one of them, e.g. {folder / inner[0]}"
+    elif (folder.parent / "config.json").exists():
+        what, fix = ", but the folder around it has one", f"Give that: {folder.parent}"
+    return NotACheckpoint(f"{folder} has no config.json{what}", where=folder, fix=fix)
 
 
 def _from_files(folder: Path, names: set[str], read: ReadHeader) -> dict[str, TensorInfo]:

@@ -11,7 +11,7 @@ from typing import Protocol
 from urllib.parse import unquote
 
 from ..errors import NotACheckpoint, readable
-from .folder import Checkpoint, locate, no_folder, open_checkpoint
+from .folder import Checkpoint, list_names, locate, no_folder, open_checkpoint
 from .header import TensorInfo
 
 # A segment starts with a letter or a digit, so that ./head and ../head are paths.
@@ -117,6 +117,7 @@ class Folder:
         return self.open_tensors(names)
 
     def fetch_config(self) -> Path:
+        list_names(self.path)  # a file is no folder
         return self.path
 
     def fetch_tokenizer(self) -> Path:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ..checkpoint.manifest import FactValue
 from ..strict import StrictModel
@@ -27,6 +27,10 @@ class TextFigures(StrictModel):
     sequences: int
     tokens: int
     distinct_4grams: float
+
+
+# How far a rate may be from its figure, rounded to whole percents.
+ROUNDED = 0.005
 
 
 class AcceptanceFigures(StrictModel):
@@ -57,6 +61,15 @@ class AcceptanceFigures(StrictModel):
     category: str = ""
     sequences: int = 0
     rate_errors: tuple[float | None, ...] = ()
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        counted = 1 + sum(self.rates)
+        if self.rates and not abs(counted - self.length) <= ROUNDED * len(self.rates):
+            raise ValueError(
+                f"{self.drafter} on {self.text}: the rates give {counted:.3f} tokens, not {self.length:.3f}"
+            )
+        return self
 
 
 class StepFigures(StrictModel):

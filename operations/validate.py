@@ -88,7 +88,10 @@ class Validate(Reading, ValidateOptions):
             given = "prompts" if self.prompts else "states"
             raise ValueError(f"--{given} needs --target (for a target: --source)")
         if self.asks_engine and not (self.prompts and (self.target or self.source)):
-            raise ValueError("--engine and --url need --target and --prompts")
+            asks = (
+                f"; to check what {self.engine} would read, without it, pass --for {self.engine}" if self.engine else ""
+            )
+            raise ValueError(f"--engine and --url need --target and --prompts, to run a real engine{asks}")
         if self.engine_python and self.url:
             raise ValueError("--engine-python starts a server, --url uses a running one; use one of them")
         if self.engine and self.engine not in registry.startable() and not self.url:

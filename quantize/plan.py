@@ -286,6 +286,12 @@ def _choose(linear: dict[str, StoredWeight], config: TargetConfig, recipe: Recip
         alone = recipe.model_copy(update={"quantize": (pattern,)})
         if not any(alone.takes(name) for name in inner):
             raise _no_match(pattern, "quantize", linear, config, recipe)
+    named = [_in_recipes(name, config) for name in linear]
+    for pattern in recipe.keep:
+        # Recipes for any target keep this, though only MLA has it.
+        own = pattern.endswith(".kv_b_proj")
+        if not own and not any(recipe.model_copy(update={"keep": (pattern,)}).keeps(name) for name in named):
+            raise _no_match(pattern, "keep", linear, config, recipe)
     return chosen
 
 

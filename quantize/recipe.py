@@ -79,6 +79,10 @@ class Recipe(StrictModel):
         chosen = tuple(pattern for pattern in self.quantize if not below or pattern.startswith(f"{below}."))
         return _any(module, chosen) and not _any(module, (*self.keep, *NEVER))
 
+    def keeps(self, module: str) -> bool:
+        """Return whether a module stays unquantized because `keep` says so."""
+        return _any(module, self.keep)
+
     def rounds(self, module: str) -> bool:
         """Return whether a module becomes FP8, by its name in the text model; one of an MTP layer never does."""
         return _any(module, self.fp8) and not _any(module, (*self.keep, *NEVER))

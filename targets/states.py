@@ -220,9 +220,13 @@ def read_record(folder: Path) -> StatesRecord:
         StatesInvalid: it is missing or does not match the schema.
     """
     if folder.is_file():
-        raise StatesInvalid(
-            f"{folder} is a file, not a folder of states", where=folder, fix=f"Give {folder.absolute().parent}."
+        own = folder.absolute().parent
+        fix = (
+            f"Give {own}."
+            if (own / RECORD).exists()
+            else "Give a folder that kconv states wrote; --prompts takes prompts."
         )
+        raise StatesInvalid(f"{folder} is a file, not a folder of states", where=folder, fix=fix)
     missing = StatesInvalid(f"{folder} holds no {RECORD}", where=folder, fix="Create it with kconv states.")
     fix = "Create the states again with this kconv."
     return load_json(

@@ -89,6 +89,9 @@ def test_a_figure_is_shown_with_the_digits_of_its_source():
     assert row(value=3.34).shown == "3.340" and row(value=2.76, decimals=2).shown == "2.76"
 
 
+BAND = {"low": 1.77, "high": 2.41, "over": "prompts", "units": 12}
+
+
 @pytest.mark.parametrize(
     ("text", "what"),
     [
@@ -98,6 +101,14 @@ def test_a_figure_is_shown_with_the_digits_of_its_source():
         (json.dumps({"head": "h", "rows": [FULL, FULL]}), "same key"),
         (json.dumps({"head": "h", "rows": [FULL | {"acceptance": 1}]}), r"rows\.0\.acceptance is not a known key"),
         (json.dumps({"head": "h", "rows": [FULL | {"value": 5}]}), "not within 1 and 4"),
+        (
+            json.dumps({"head": "h", "rows": [FULL | {"value": 2.958, "interval": BAND, "prompts": 12}]}),
+            "outside of its own interval",
+        ),
+        (
+            json.dumps({"head": "h", "rows": [FULL | {"value": 2.1, "interval": BAND, "prompts": 80}]}),
+            "prompts is 80, but the interval is over 12",
+        ),
     ],
 )
 def test_a_file_that_is_none_is_named(tmp_path, text, what):

@@ -92,9 +92,10 @@ def write_report(
     """Write a report about a folder's own weights, of a head that loses a share of its source's acceptance."""
 
     def row(drafter: str, length: float) -> AcceptanceFigures:
+        rates = tuple(rate * (length - 1) / 1.5 for rate in (0.8, 0.5, 0.2))
         return AcceptanceFigures(
             drafter=drafter, text="sampled", steps=3, drafts=100, length=length, standard_error=0.02,
-            rates=(0.8, 0.5, 0.2), note="n", sequences=4,
+            rates=rates, note="n", sequences=4,
         )  # fmt: skip
 
     figures = Figures(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,21 @@ def test_a_report_that_cannot_be_taken_is_named(tmp_path: Path):
     (tmp_path / "report.json").mkdir()
     with pytest.raises(ReportInvalid, match="not a regular file"):
         read_report(tmp_path)
+
+
+def test_a_length_that_its_rates_do_not_give_is_refused(tmp_path: Path):
+    row = {"drafter": "output", "text": "sampled", "steps": 3, "drafts": 100, "standard_error": 0.02, "note": ""}
+    for length, fits in ((2.84, True), (2.95, False)):
+        shown = row | {"length": length, "rates": [0.9, 0.6, 0.34]}
+        text = json.dumps({"schema": 1, "subject": "head", "figures": {"acceptance": [shown]}})
+        (tmp_path / "report.json").write_text(text)
+        if fits:
+            assert read_report(tmp_path).figures.acceptance[0].length == length
+        else:
+            with pytest.raises(ReportInvalid, match=r"the rates give 2\.840 tokens, not 2\.950"):
+                read_report(tmp_path)
+
+
+def test_a_report_is_neither_true_nor_false():
+    with pytest.raises(TypeError, match="its outcome is 'pass'"):
+        bool(Report(subject="head"))

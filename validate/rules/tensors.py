@@ -183,7 +183,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "mlp-shape",
         "error",
         "The width of an MLP linear differs from the config.",
-        fix="Correct intermediate_size. The config may belong to another head.",
+        fix="Transpose it if it is said to be transposed. Otherwise correct intermediate_size; the config may belong to"
+        " another head.",
         engines=ENGINES,
     ),
     Rule(
