@@ -269,6 +269,15 @@ class Displaced:
     found: int
     sampled: int
 
+    @property
+    def words(self) -> str:
+        """What was found, as one sentence."""
+        return (
+            f"from row {self.first} on, its rows part from the target's: row {self.row} stands for token {self.token}, "
+            f"but it is most like the row of token {self.nearest} (cosine {self.likeness:.2f}, with its own "
+            f"{self.own_likeness:.2f}); so are about {self.found} of {self.sampled} sampled rows"
+        )
+
 
 def measure_likeness(own: TensorInfo, theirs: TensorInfo, ids: np.ndarray) -> float | None:
     """Return the mean cosine of a head's sampled rows with their tokens' rows in the target; arguments as below.

@@ -44,7 +44,7 @@ from .computed import Computed, chosen_rows, from_integers, spread_rows
 from .config import read_config
 from .plan import Change, Plan, Replaced, SourceTensor, plan_in_place
 from .read import Head, claim_tensors, read, read_head, read_slot, rows_of, weight_dtype
-from .shared import Copies, count_copies
+from .shared import Copies, count_copies, find_displaced
 
 if TYPE_CHECKING:
     from ..drafters.filler import Filler
@@ -83,6 +83,9 @@ class VocabReport:
     coverage: Coverage | None
     faults: tuple[Problem, ...]
     warnings: tuple[str, ...]
+
+
+AS_TRAINED = "Export the head again with the d2t that it was trained with."
 
 
 def stored_name(layout: Layout, slot: str) -> str:
@@ -140,10 +143,10 @@ def examine(
         kind = kind_of(as_offsets, as_absolute, (copies.by_offset, copies.by_id) if copies else None)
         reading = as_absolute if kind == ABSOLUTE else as_offsets
         faults += _judge_map(spec, d2t, kind, reading, stored_name(layout, "d2t"))
-        if copies is not None and lm_head is not None and reference is not None and reading.marked_otherwise:
-            faults += _judge_marks(copies, lm_head, reference, t2d, stored_name(layout, "d2t"))
-    if copies is not None and kind != ABSOLUTE and copies.by_id > copies.by_offset:
-        faults.append(_wrong_rows(copies, stored_name(layout, "lm_head")))
+        if copies is not None and lm_head is not None and reference is not None:
+            marks = t2d if reading.marked_otherwise or kind == NEITHER else None
+            found = _judge_marks(copies, lm_head, reference, marks, stored_name(layout, "d2t"))
+            faults += found or ([] if kind == ABSOLUTE else _judge_rows(copies, lm_head, reference, reading))
     ids = np.unique(reading.ids[(reading.ids >= 0) & (reading.ids < spec.vocab)])
     names = name_specials(spec, specials or {})
     kept = names.keys() & set(ids.tolist())
@@ -229,6 +232,15 @@ def _judge_map(spec: HeadSpec, d2t: np.ndarray, kind: str, reading: Reading, nam
     return []
 
 
+def _judge_rows(copies: Copies, lm_head: TensorInfo, reference: TensorInfo, reading: Reading) -> list[Problem]:
+    """Find an lm_head whose rows are other tokens' than the map says."""
+    # Of trained rows one may equal another token's by chance.
+    if copies.by_id > copies.by_offset + copies.rows / 10:
+        return [_wrong_rows(copies, lm_head.name)]
+    displaced = find_displaced(lm_head, reference, reading.ids)
+    return [Problem("K217", "error", lm_head.name, displaced.words, AS_TRAINED, TensorValue)] if displaced else []
+
+
 def _judge_marks(
     copies: Copies, lm_head: TensorInfo, reference: TensorInfo, t2d: np.ndarray | None, name: str
 ) -> list[Problem]:
@@ -239,8 +251,7 @@ def _judge_marks(
         return []
     what = f"{found.by_offset} of {copies.rows} rows of lm_head equal the target's rows that t2d marks, but only "
     what += f"{copies.by_offset} those that d2t names: d2t is wrong"
-    fix = "Keep t2d; do not rebuild it. Export the head again with the d2t that it was trained with."
-    return [Problem("K217", "error", name, what, fix, TensorValue)]
+    return [Problem("K217", "error", name, what, f"Keep t2d; do not rebuild it. {AS_TRAINED}", TensorValue)]
 
 
 def _wrong_rows(copies: Copies, name: str) -> Problem:

@@ -192,6 +192,22 @@ def test_a_d2t_that_names_fewer_copied_rows_than_t2d_marks_is_wrong(report):
     assert found.faults[-1].fix.startswith("Keep t2d")
 
 
+def test_a_d2t_that_leads_outside_is_wrong_where_the_rows_are_those_that_t2d_marks(report):
+    ids = torch.tensor([3, 4, 10, 20, 31, 40, 55, 63])
+    marks = torch.zeros(64, dtype=torch.bool).index_fill(0, ids, True)
+    found = report(d2t=ids - torch.arange(8) + 1, t2d=marks, lm_head=TARGET[ids], target=TARGET)
+    assert found.kind == NEITHER
+    assert "8 of 8 rows of lm_head equal the target's rows that t2d marks, but only 0" in faults(found)
+    assert "chosen by offset" not in faults(found)
+
+
+@pytest.mark.parametrize("by", [0, 1])
+def test_trained_rows_in_another_order_than_the_maps_are_named(report, by):
+    found = report(lm_head=(TARGET[IDS.roll(by)].float() + 0.1).bfloat16(), target=TARGET)
+    assert ("part from the target's: row 0 stands for token 3" in faults(found)) == bool(by)
+    assert len(found.faults) == by
+
+
 def test_a_right_d2t_of_which_some_rows_were_trained_is_not_called_wrong(report):
     rows = TARGET[IDS].clone()
     rows[:4] += 1

@@ -214,12 +214,7 @@ def _beside_target(subject: HeadSubject) -> Iterator[tuple[TensorInfo, TensorInf
 def rows_displaced(subject: HeadSubject) -> Iterator[Found]:
     for own, theirs, ids in _beside_target(subject):
         if found := find_displaced(own, theirs, ids):
-            yield Found(
-                own.name,
-                f"from row {found.first} on, its rows part from the target's: row {found.row} stands for token"
-                f" {found.token}, but it is most like the row of token {found.nearest} (cosine {found.likeness:.2f},"
-                f" with its own {found.own_likeness:.2f}); so are about {found.found} of {found.sampled} sampled rows",
-            )
+            yield Found(own.name, found.words)
 
 
 def embedding_unrelated(subject: HeadSubject) -> Iterator[Found]:

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 REBUILD = (
-    "Rebuild d2t with offsets from the list of kept tokens. kconv vocab HEAD OUT --absolute converts ids to offsets."
+    "kconv vocab HEAD --target TARGET shows what d2t holds: absolute ids it converts (--absolute). Otherwise export the"
+    " head again with the d2t that it was trained with, as offsets."
 )
 
 
