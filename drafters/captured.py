@@ -305,10 +305,13 @@ def _agreeing(told: Captured, config: Mapping[str, Any], nested_config: Mapping[
     places = {TOP: config, NESTED: nested_config}
     found = [list(ids) for name, place in places.items() if (ids := _ids(place.get(IDS), in_config(name)))]
     if found and not any(list(told.ids) in (ids, [i - 1 for i in ids]) for ids in found):
+        fix = "Pass --captured-are outputs or inputs for the listed layers, or correct the config if it is wrong."
+        if [i - 1 for i in told.ids] in found:
+            fix = "These are the listed layers as inputs, as vLLM counts: leave --captured out, which takes outputs."
         raise ConfigInvalid(
             f"--captured says {list(told.ids)}, but {' and '.join(map(str, found))} in the config cannot mean them",
             where=in_config(),
-            fix="Pass --captured-are outputs or inputs for the listed layers, or correct the config if it is wrong.",
+            fix=fix,
         )
     return told
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -150,15 +151,12 @@ def compare(
     problems = [_missing(expected[name], held, slots.get(name, name)) for name in missing]
     for name in sorted(held.keys() - expected.keys() - ignored.keys()):
         why = unclaimed.get(name, "no row of the layout accounts for it")
-        problems.append(
-            _problem(
-                TensorUnknown,
-                name,
-                f"{name} {held[name].dtype} {list(held[name].shape)} has no place in this head: {why}",
-                name,
-                (norm_fix if "norm" in name else "") or OTHER_FIX,
-            )
-        )
+        fix = (norm_fix if "norm" in name else "") or OTHER_FIX
+        lacking = [one for one in missing if expected[one].shape == held[name].shape]
+        if near := get_close_matches(name, lacking, n=1, cutoff=0.9):
+            fix = f"Rename it to {near[0]}, which is missing and has this shape, if it is that one."
+        what = f"{name} {held[name].dtype} {list(held[name].shape)} has no place in this head: {why}"
+        problems.append(_problem(TensorUnknown, name, what, name, fix))
     for name in sorted(expected.keys() & held.keys()):
         problems += _compare_one(expected[name], held[name], slots.get(name, name))
     return problems

@@ -152,6 +152,9 @@ def engine(name: str) -> Engine:
     return known[name]
 
 
+LOST = " A config that ModelOpt wrote has an eagle_config: if that was lost, take the config.json as exported."
+
+
 def detect(config: Mapping[str, Any], names: Names) -> Layout:
     """Return the layout whose marks fit a config and its tensor names.
 
@@ -173,7 +176,8 @@ def detect(config: Mapping[str, Any], names: Names) -> Layout:
         + f": architectures {config.get('architectures')}, model_type {config.get('model_type')!r}",
         where=in_config(),
         fix=f"If this is a target, pass it as --target of a head. If it is {titles}, name its layout with "
-        f"--from: {', '.join(layout.name for layout in layouts() if layout.drafter in (marked or drafters()))}.",
+        f"--from: {', '.join(layout.name for layout in layouts() if layout.drafter in (marked or drafters()))}."
+        + (LOST if held and "eagle_config" not in config else ""),
     )
 
 

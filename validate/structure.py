@@ -7,6 +7,7 @@ close to its source; one with the wrong scale, nibble order or values is not.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from statistics import median
 
 from ..checkpoint.bytes import Look, Wanted
@@ -152,10 +153,16 @@ def check_source(output: Head, source: Head, look: Look | None = None) -> list[F
     absent = {slot for slot, (_, info) in source.places.items() if info.name in left_out}
     if "converted" in actions.values():
         absent |= source.places.keys() - needs(output.spec).keys()
-    for slot in sorted(source.places.keys() | output.places.keys()):
-        if slot not in computed | absent and not _same_bits(source, output, slot, look):
-            tensor = (output.places.get(slot) or source.places[slot])[1].name
-            findings.append(RULE["K304"].finding(Found(tensor, "the output's bits differ from the source's")))
+    differing = [
+        Found((output.places.get(slot) or source.places[slot])[1].name, _apart(source, output, slot))
+        for slot in sorted(source.places.keys() | output.places.keys())
+        if slot not in computed | absent and not _same_bits(source, output, slot, look)
+    ]
+    if output.spec.kind != source.spec.kind and not changed and len(differing) > 1:
+        # Two heads of other architectures; that each tensor differs says no more.
+        rest = f"so do {len(differing) - 1} other tensors: this is not what the output was made from"
+        differing = [replace(differing[0], message=f"{differing[0].message}, and {rest}")]
+    findings += map(RULE["K304"].finding, differing)
     return findings + check_rounded(output, source, formats)
 
 
@@ -184,6 +191,12 @@ def is_identical(output: Head, findings: list[Finding]) -> bool | None:
         return None
     folder = output.checkpoint.folder
     return not (folder / MANIFEST).exists() or read_manifest(folder).exact
+
+
+def _apart(source: Head, output: Head, slot: str) -> str:
+    if slot not in output.places:
+        return "the output lacks it"
+    return "the output's bits differ from the source's" if slot in source.places else "the source has no such tensor"
 
 
 def _same_bits(source: Head, output: Head, slot: str, look: Look) -> bool:

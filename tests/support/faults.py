@@ -383,6 +383,8 @@ OF_TENSORS = (
     Fault("lm_head as drawn from a normal distribution", "K204", MLA_VLLM, edit("lm_head.weight", initial(0.02))),
     Fault("lm_head as torch.nn.Linear leaves it", "K204", GQA_VLLM, edit("lm_head.weight", uniform)),
     Fault("rows of lm_head that were never filled", "K205", GQA_VLLM, edit("lm_head.weight", some_rows_zero)),
+    Fault("the config of an MLA head", "K026", GQA_VLLM, put(kv_lora_rank=32, q_lora_rank=16, qk_nope_head_dim=16,
+          qk_rope_head_dim=8, v_head_dim=16)),
     Fault("up_proj written as gate_proj too", "K206", MLA_VLLM,
           write_twice(f"{P}mlp.up_proj.weight", over=f"{P}mlp.gate_proj.weight")),
     Fault("an embedding of another target", "K219", GQA_VLLM, lent=("embed_tokens",)),

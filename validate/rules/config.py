@@ -125,6 +125,17 @@ def key_null(subject: HeadSubject) -> Iterator[Found]:
             yield Found(f"config.json: {null.path}", f"null, so {null.becomes} ({', '.join(asked)})")
 
 
+def attention_of_another(subject: HeadSubject) -> Iterator[Found]:
+    latent, plain = subject.holds("*.kv_b_proj.weight"), subject.holds("*.k_proj.weight")
+    asks = bool(subject.flat.get("kv_lora_rank"))
+    if asks and plain and not latent:
+        yield Found(
+            "config.json", "kv_lora_rank asks for latent attention (MLA), but the tensors have k_proj, not kv_b_proj"
+        )
+    elif not asks and latent and not plain:
+        yield Found("config.json", "the tensors are of latent attention (MLA, kv_b_proj), but there is no kv_lora_rank")
+
+
 # torch's names of the dtypes in which a head can be computed; transformers looks them up by these names.
 DTYPES = frozenset("bfloat16 float16 half float32 float float64 double".split())
 # Default number of heads of an MLA config's class; the engines say which keys they read:
@@ -225,6 +236,14 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         says_fix=True,
     ),
     UNDECIDED,
+    Rule(
+        "K026",
+        "config-of-another",
+        "error",
+        "The config is of another kind of attention than the tensors. It belongs to another head.",
+        fix="Put the config.json that was exported with these tensors beside them.",
+        check=attention_of_another,
+    ),
     Rule(
         "K007",
         "no-place-in-layout",

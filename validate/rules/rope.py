@@ -52,8 +52,13 @@ def rope_not_the_targets(subject: HeadSubject) -> Iterator[Found]:
         theirs = read_rope(subject.target.rope)
     except KconvError:
         return
-    if theirs != subject.spec.rope:
-        yield Found("config.json", f"the head has {subject.spec.rope}; the target has {theirs}")
+    own = subject.spec.rope
+    if theirs != own:
+        message, severity = f"the head has {own}; the target has {theirs}", None
+        # Trainers build MLA heads from the target's config; what lacks its scaling most likely lost it.
+        if subject.is_mla and "kv_lora_rank" in subject.target.text and theirs.scaling and not own.scaling:
+            message, severity = f"{message}, as MLA heads of such targets do", "warning"
+        yield Found("config.json", message, severity=severity)
 
 
 # Engines whose RoPE table is as long as max_position_embeddings.
@@ -224,6 +229,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         fix="Compare with the training config.",
         seen_in="https://github.com/vllm-project/speculators/pull/574",
         check=rope_not_the_targets,
+        also=("warning",),
     ),
     Rule(
         "K167",

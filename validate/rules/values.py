@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations
 from math import prod
@@ -12,7 +13,7 @@ import numpy as np
 
 from ...checkpoint.bytes import read_floats, row_bytes, same_bytes
 from ...checkpoint.header import TensorInfo
-from ...checkpoint.manifest import MANIFEST
+from ...checkpoint.manifest import MANIFEST, read_manifest
 from ...checkpoint.values import BEFORE_IT_BROKE
 from ...convert.provenance import read_provenance
 from ...convert.shared import OWN_EMBEDDING, SLOTS, find_displaced, measure_likeness
@@ -217,10 +218,16 @@ def rows_displaced(subject: HeadSubject) -> Iterator[Found]:
             yield Found(own.name, found.words)
 
 
-def embedding_unrelated(subject: HeadSubject) -> Iterator[Found]:
-    name = subject.slots.get("embed_tokens")
+def unrelated_to_target(subject: HeadSubject) -> Iterator[Found]:
+    asked = {subject.slots.get("embed_tokens")}
+    if (subject.checkpoint.folder / MANIFEST).exists():
+        # What was the target's at the conversion is the target's still.
+        with suppress(KconvError):
+            asked |= {
+                step.output.name for step in read_manifest(subject.checkpoint.folder).tensors if step.action == "added"
+            }
     for own, theirs, ids in _beside_target(subject):
-        if own.name != name or find_displaced(own, theirs, ids):
+        if own.name not in asked or find_displaced(own, theirs, ids):
             continue
         likeness = measure_likeness(own, theirs, ids)
         if likeness is not None and likeness < UNRELATED:
@@ -384,14 +391,13 @@ RULES: tuple[Rule[HeadSubject], ...] = (
     ),
     Rule(
         "K219",
-        "embedding-unrelated",
+        "unrelated-to-target",
         "warning",
-        "The head's embedding has nothing in common with the target's, from which it is copied as a rule. It was never"
-        " filled, or the head belongs to another target.",
-        fix="Export the head with the embedding that it was trained with, or give the target that it was trained for."
-        " No action is needed if its trainer trained an embedding of its own.",
+        "The head's embedding, or an lm_head that kconv added, has nothing in common with the target's. It was never filled, or the head belongs to another target.",
+        fix="Give the target that it was trained for, or export the head with the embedding that it was trained"
+        " with. No action is needed if its trainer trained an embedding of its own.",
         values=True,
-        check=embedding_unrelated,
+        check=unrelated_to_target,
         drafters=EVERY_FAMILY,
     ),
 )
