@@ -33,6 +33,10 @@ ANY_ROWS = 1 << 20
 NUMBERS = re.compile(r"\d+(,\d+)+")
 
 
+# A second KEY= behind a comma.
+ANOTHER = re.compile(r",\s*[a-z_]+=")
+
+
 def _settings(value: Any) -> Any:
     """Read settings of a recipe, from a mapping or from words like lr=1e-4; a value is JSON, or otherwise a word."""
     if isinstance(value, Mapping):
@@ -44,6 +48,8 @@ def _settings(value: Any) -> Any:
         key, equals, text = str(setting).partition("=")
         if not equals or not key:
             raise ValueError(f"{setting!r} is not KEY=VALUE")
+        if ANOTHER.search(text):
+            raise ValueError(f"{setting!r} holds several settings; pass each by its own --set")
         try:
             # A list of numbers may omit its brackets, as everywhere on the command line.
             found[key] = parse_json(f"[{text}]" if NUMBERS.fullmatch(text) else text)

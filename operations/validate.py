@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 from pydantic import model_validator
 
 from ..engines import registry
-from ..errors import ComparisonUnfit, KconvError, ReportInvalid, RequestInvalid, StatesInvalid, TargetInvalid
+from ..errors import ComparisonUnfit, KconvError, ReportInvalid, RequestInvalid, TargetInvalid
 from ..lines import counted
 from ..options import Name, argument, plain_name
 from ..validate.options import PYTHON, ValidateOptions
@@ -233,6 +233,7 @@ class Validate(Reading, ValidateOptions):
             return
         from ..measure.held_out import find_records
         from ..targets.states import RECORD as STATES
+        from ..targets.states import read_record
 
         check_python(self.python, self.engine)
         if self.url:
@@ -242,9 +243,7 @@ class Validate(Reading, ValidateOptions):
         for _ in find_records(map(context.path, self.calibrated_on)):
             pass
         if self.states and not self.allow_pickle and not (context.path(self.states) / STATES).exists():
-            raise StatesInvalid(
-                f"{self.states} holds no {STATES}", where=self.states, fix="Create it with kconv states."
-            )
+            read_record(context.path(self.states))  # which says why it cannot
         check_target(context, self.target, tokenizer=bool(self.prompts))
 
     def _refuse_misfit(self, context: Context) -> None:

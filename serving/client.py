@@ -361,7 +361,8 @@ def connect(url: str, model: str | None, extra: Mapping[str, Any], timeout: floa
     Raises:
         EngineFailed: it cannot be reached, or serves several models and the caller names none.
     """
-    server = Client(url.rstrip("/").removesuffix("/v1"), model or "", timeout, dict(extra))
+    root = url.rstrip("/").removesuffix("/completions").removesuffix("/chat").removesuffix("/v1")
+    server = Client(root, model or "", timeout, dict(extra))
     if model:
         return server
     answer = again(lambda: server._request("/v1/models"))

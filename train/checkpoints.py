@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import warnings
@@ -106,19 +107,38 @@ def writing_checkpoint(work: Path) -> Iterator[None]:
         ) from fault
 
 
-def claim(work: Path, key: str, world: int) -> None:
-    """Create a run's folder, or reuse what the same run left; a checkpoint holds the random state of each process."""
+def _apart(before: object, now: Mapping[str, Any]) -> str:
+    """Return in which parts a stopped run was another one."""
+    then: Mapping[str, Any] = before if isinstance(before, Mapping) else {}
+    recipe = then.get("recipe")
+    changed = [
+        f"{key} is {value!r} in its recipe, {now['recipe'].get(key)!r} now"
+        for key, value in (recipe.items() if isinstance(recipe, Mapping) else ())
+        if value != now["recipe"].get(key)
+    ]
+    others = [name for name in now if name != "recipe" and then.get(name) != now[name]]
+    if others:
+        changed.append(f"{' and '.join(others)} {'were others' if len(others) > 1 else 'was another'} then")
+    return "; ".join(changed) or "its recipe, target, data or libraries were others"
+
+
+def claim(work: Path, key: str, parts: Mapping[str, Any], world: int) -> None:
+    """Create a run's folder, or reuse what the same run left; a checkpoint holds the random state of each process.
+
+    Args:
+        key, parts: see `job.job_parts`; another run is told by what differs.
+    """
     work.mkdir(parents=True, exist_ok=True)
     record = work / RUN
     if not record.exists():
         draft = work / f"{RUN}.{os.getpid()}"
-        draft.write_text(json.dumps({"key": key, "processes": world}), encoding="utf-8")
+        draft.write_text(json.dumps({"key": key, "processes": world, "parts": parts}), encoding="utf-8")
         draft.replace(record)
         return
     found = read_json(record)
     if found.get("key") != key:
         raise OutputExists(
-            "this folder holds a stopped run with another recipe, target, data or libraries",
+            f"this folder holds a stopped run, but {_apart(found.get('parts'), parts)}",
             where=work,
             fix="Repeat that run's command to resume it, or delete the folder to start over.",
         )
@@ -184,10 +204,19 @@ def _local(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the warning that a run has only one process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+    """Silence the warning that a run has only one process, and torch's traceback of a damaged checkpoint."""
+    root = logging.getLogger()
+    root.addFilter(_is_of_interest)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    finally:
+        root.removeFilter(_is_of_interest)
+
+
+def _is_of_interest(record: logging.LogRecord) -> bool:
+    return "metadata is not found" not in record.getMessage()
 
 
 def _save(state: Mapping[str, Tensor], folder: Path) -> None:
@@ -210,7 +239,7 @@ def _load(state: Mapping[str, Tensor], folder: Path) -> None:
         raise TrainingFailed(
             f"the checkpoint is damaged or belongs to another head: {inner}",
             where=folder,
-            fix="Delete its folder, and repeat the command.",
+            fix=f"Delete {folder.parent}, and repeat the command: it resumes from the checkpoint before.",
         ) from fault
 
 

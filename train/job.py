@@ -145,23 +145,32 @@ def draft_map(job: TrainJob, size: int, vocab: int) -> Tensor:
     return map_draft_vocab(job.text.count(vocab), size, job.specials)
 
 
-def job_key(job: TrainJob) -> str:
-    """Return 16 hex digits that identify a job's result on this installation; reads what it needs of the target."""
+def job_parts(job: TrainJob) -> dict[str, Any]:
+    """Return what decides a job's result on this installation, by name; reads what it needs of the target.
+
+    The recipe by its keys, anything else as 16 hex digits.
+    """
     config = job.target / "config.json"
     # The layers of a target that is not run affect its states, whose digests are in `data`.
     files = [config] if job.ends else sorted([config, *job.target.glob("*.safetensors")])
+    target = {file.name: file_digest(file) for file in files if file.exists()}
     parts = {
-        "recipe": dataclasses.asdict(job.recipe),
-        "source": sources_digest("train", "muon.py"),
-        "target": {file.name: file_digest(file) for file in files if file.exists()}
-        | (job.ends.digests if job.ends else {}),
-        "rows": [*job.text.digests(), *job.unseen.digests()],
-        "data": dict(job.data),
-        "specials": job.specials,
-        "start": {f.name: file_digest(f) for f in job.init_from.checkpoint.files} if job.init_from else None,
-        "libraries": {name: version(name) for name in LIBRARIES},
+        "the target": [target | (job.ends.digests if job.ends else {}), job.specials],
+        "the data": [*job.text.digests(), *job.unseen.digests(), dict(job.data)],
+        "--init-from": {f.name: file_digest(f) for f in job.init_from.checkpoint.files} if job.init_from else None,
+        "kconv or its libraries": [sources_digest("train", "muon.py"), *(version(name) for name in LIBRARIES)],
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    recipe = json.loads(json.dumps(dataclasses.asdict(job.recipe), default=str))
+    return {"recipe": recipe} | {name: _digest(part) for name, part in parts.items()}
+
+
+def job_key(parts: Mapping[str, Any]) -> str:
+    """Return 16 hex digits that identify a job's result on this installation, from `job_parts`."""
+    return _digest(parts)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 CPU = torch.device("cpu")

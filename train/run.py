@@ -58,6 +58,7 @@ from .job import (
     draft_coverage,
     draft_map,
     job_key,
+    job_parts,
     place,
 )
 from .loop import DrafterTrainer, Progress
@@ -145,7 +146,8 @@ def run(job: TrainJob, work: Path, options: TrainOptions, progress: Progress) ->
     if not rank:
         check_target(job)
         with writing(work):
-            claim(work, job_key(job), world)
+            parts = job_parts(job)
+            claim(work, job_key(parts), parts, world)
     model = _start(job)
     spec = recipe.spec(read_target_config(job.target))
     states, unseen = job.states()
@@ -284,13 +286,13 @@ def train_head(
     """
     job = _job(target_folder, recipe, text, held_out, states)
     work = workplace(out)
-    if is_made(out, job_key(job)):
+    if is_made(out, job_key(job_parts(job))):
         return out
     refuse_existing(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     # Another process may be making the same head: wait for it, and then nothing is left to do.
     with FileLock(out.parent / f".{out.name}.lock"):
-        if is_made(out, job_key(job)):
+        if is_made(out, job_key(job_parts(job))):
             return out
         with one_thread(), staged(out) as folder:
             trainer = run(job, work, TrainOptions(save_every=recipe.steps, eval_every=recipe.steps), progress)
@@ -301,7 +303,7 @@ def train_head(
 
 def head_key(target_folder: Path, recipe: EagleRecipe, text: Tensor, held_out: Tensor) -> str:
     """Return 16 hex digits that identify the result of `train_head` with these arguments on this installation."""
-    return job_key(_job(target_folder, recipe, text, held_out))
+    return job_key(job_parts(_job(target_folder, recipe, text, held_out)))
 
 
 def share_states(target_folder: Path, file: Path, recipe: EagleRecipe, text: Tensor, held_out: Tensor) -> None:

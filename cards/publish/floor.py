@@ -27,6 +27,12 @@ TEXTS = get_args(TextKind)
 Part = TypeVar("Part", bound=StrictModel)
 
 
+def _share(value: float) -> float:
+    if not value < 1:
+        raise ValueError(f"it is a share of the source's acceptance length, e.g. 0.01 for 1 %, but is {value:g}")
+    return value
+
+
 class Floor(StrictModel):
     """The minimum acceptance for publishing; every part of it must be stated.
 
@@ -52,7 +58,7 @@ class Floor(StrictModel):
     draft_tokens: int = Field(ge=1)
     prompts: int = Field(ge=1)
     at_least: float = Field(gt=0)
-    max_loss: float = Field(ge=0, lt=1)
+    max_loss: Annotated[float, AfterValidator(_share)] = Field(ge=0)
 
     @property
     def of_text(self) -> bool:

@@ -242,6 +242,17 @@ def _names(candidate: Candidate) -> Iterator[Found]:
             yield Found(CARD, f"a serve line names the target {name}, which base_model does not list")
 
 
+def _measured_on(candidate: Candidate) -> Iterator[Found]:
+    # A base model's quantized copy has its name in its own. What is no Hub id says nothing to compare.
+    bases = [base.rpartition("/")[2].lower() for base in read_front_matter(candidate.card or "").base_models]
+    for name, acceptance in candidate.acceptance.items():
+        for target in dict.fromkeys(row.target or "" for row in acceptance.rows if row.measured_by == "self"):
+            found = HUB_ID.fullmatch(target)
+            own = found["repo"].rpartition("/")[2].lower() if found else ""
+            if own and bases and not any(base in own or own in base for base in bases):
+                yield Found(name, f"it was measured on {target}, but the card's base_model is {', '.join(bases)}")
+
+
 def _secrets(candidate: Candidate) -> Iterator[Found]:
     for name in candidate.files:
         data = None if name.endswith(".safetensors") else candidate.held(name)
@@ -358,7 +369,8 @@ CHECKS = (
         "the-card-agrees",
         "error",
         "The card is complete and agrees with manifest, report and acceptance.",
-        "Write it again with kconv card --force and this evidence, and pass its --facts here too.",
+        "Write it again: kconv card DIR --force with this evidence and the same other options as before (--name, "
+        "--base-model, --license, --facts; the old card states them).",
         _card,
     ),
     Check(
@@ -387,6 +399,15 @@ CHECKS = (
         "Write the card again: kconv card DIR --force --name REPO --base-model ID, with the same other options as "
         "before.",
         _names,
+    ),
+    Check(
+        "P117",
+        "measured-on-the-base-model",
+        "error",
+        "The acceptance was measured on the card's base model.",
+        "Write the card again with the right --base-model, or measure on that target.",
+        _measured_on,
+        asked_of=_has_acceptance,
     ),
 )
 

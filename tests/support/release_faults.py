@@ -171,6 +171,7 @@ BROKEN = {
     "acceptance of other weights in a further file": (
         "P111", lambda f: write_acceptance(f, weights={"model.safetensors": "0" * 64}, name="acceptance-1.json"),
     ),
+    "acceptance on another target": ("P117", lambda f: write_acceptance(f, target="other/model@main")),
     "acceptance of unknown weights": ("P112", lambda f: write_acceptance(f, weights={})),
     "no card": ("P113", lambda f: (f / "README.md").unlink()),
     "a card without metadata": ("P113", lambda f: (f / "README.md").write_text("# A head\n")),

@@ -22,7 +22,7 @@ from kconv.targets.model import find_ends, load_ends
 from kconv.targets.states import read_record
 from kconv.targets.tokenizer import load_tokenizer
 from kconv.train.feed import Offline
-from kconv.train.job import job_key, offline_job, prepare_job
+from kconv.train.job import job_parts, offline_job, prepare_job
 from kconv.train.options import TrainOptions
 from kconv.train.run import train
 
@@ -81,7 +81,7 @@ def test_before_the_first_step_no_states_are_read(tiny_target, states, monkeypat
     monkeypatch.setattr("kconv.targets.states.StoredStates.read_span", refuse)
     job = job_of(tiny_target, states)
     assert job.text.mask.any()
-    job_key(job)
+    job_parts(job)
 
 
 def test_a_batch_reads_its_own_rows(tiny_target, states):

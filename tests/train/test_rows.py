@@ -21,7 +21,7 @@ from kconv.targets.write_states import write_states
 from kconv.tiny.text import read_corpus
 from kconv.train.data import TableRows, place_rows, place_sequences
 from kconv.train.feed import Offline
-from kconv.train.job import TrainJob, draft_coverage, job_key, offline_job
+from kconv.train.job import TrainJob, draft_coverage, job_parts, offline_job
 from kconv.train.run import train
 
 from .test_offline import VALUES
@@ -226,4 +226,4 @@ def test_until_the_first_step_ends_no_more_is_read_of_eight_times_the_states(
     assert sizes[1] > 7 * sizes[0] and index[1] - index[0] > 200_000
     # Numbers with more digits, in JSON.
     assert abs(many - few) < 500, (few, many)
-    assert job_key(job_of(tiny_target, small, **values)) != job_key(job_of(tiny_target, large, **values))
+    assert job_parts(job_of(tiny_target, small, **values)) != job_parts(job_of(tiny_target, large, **values))

@@ -393,7 +393,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K219",
         "unrelated-to-target",
         "warning",
-        "The head's embedding, or an lm_head that kconv added, has nothing in common with the target's. It was never filled, or the head belongs to another target.",
+        "The head's embedding, or an lm_head that kconv added, has nothing in common with the target's. It was"
+        " never filled, or the head belongs to another target.",
         fix="Give the target that it was trained for, or export the head with the embedding that it was trained"
         " with. No action is needed if its trainer trained an embedding of its own.",
         values=True,
