@@ -40,11 +40,11 @@ FALL = 0.05
 METHODS = ("draft_sample_method", "rejection_sample_method")
 
 
-def write_curve(files: Sequence[AcceptanceFile], category: str | None = None, model: str | None = None) -> str:
+def write_curve(files: Mapping[str, AcceptanceFile], category: str | None = None, model: str | None = None) -> str:
     """Return the golden curve of measured figures.
 
     Args:
-        files: about one head, e.g. one with thinking on and one with it off; each row states K and its mode
+        files: by name, about one head, e.g. one with thinking on and one with it off; each row states K and its mode
             (`reasoning`).
         category: of the dataset; if None, "coding" for SPEED-Bench, and everything for another one.
         model: the key of the curve; if None, the target's name without its owner, in lower case.
@@ -54,36 +54,37 @@ def write_curve(files: Sequence[AcceptanceFile], category: str | None = None, mo
             clearly less.
         DefinitionsMixed: the figures were measured differently, or not with a chain.
     """
-    first = files[0]
-    for file in files[1:]:
+    first, *others = files.values()
+    for file in others:
         if (file.head, file.weights, file.config) != (first.head, first.weights, first.config):
             raise DefinitionsMixed(
                 f"{first.head} and {file.head} are two heads, or one with other weights or another config",
                 fix="Write a curve for each head.",
             )
-    rows = [row for file in files for row in file.rows if _of_category(row, category)]
+    rows = [(name, row) for name, file in files.items() for row in file.rows if _of_category(row, category)]
     if not rows:
         said = f"of category {category!r}" if category is not None else "of SPEED-Bench's coding, or of all of a suite"
         raise AcceptanceInvalid(
             f"there is no mean over verify steps {said}", where=first.head, fix="Pass --category, or measure it."
         )
     modes: dict[str, dict[int, AcceptanceRow]] = {}
-    for row in rows:
+    some = rows[0][1]
+    for name, row in rows:
         mode = MODES.get(row.reasoning or "")
         if mode is None:
             raise AcceptanceInvalid(
                 f"the figure for K = {row.draft_tokens} has reasoning {row.reasoning or 'unstated'}, but a curve needs "
                 "thinking on or off",
-                where=first.head,
+                where=name,
                 fix="Measure with --reasoning on or --reasoning off; for a target without such modes, off.",
             )
         own = modes.setdefault(mode, {})
-        _refuse_apart(rows[0], row, CURVE)
+        _refuse_apart(some, row, CURVE)
         if own:
             _refuse_apart(next(iter(own.values())), row, MODE)
         if row.draft_tokens in own or row.draft_tokens is None:
             raise AcceptanceInvalid(
-                f"two figures have mode {mode} and K = {row.draft_tokens}", where=first.head, fix="Remove one."
+                f"two figures have mode {mode} and K = {row.draft_tokens}", where=name, fix="Remove one."
             )
         own[row.draft_tokens] = row
     for mode, own in modes.items():
@@ -95,7 +96,6 @@ def write_curve(files: Sequence[AcceptanceFile], category: str | None = None, mo
                     where=first.head,
                     fix="Check which file is of which K, and measure the wrong one again.",
                 )
-    some = rows[0]
     if some.tree != "chain":
         raise DefinitionsMixed(
             f"the figures are {f'of the tree {some.tree!r}' if some.tree else 'not said to be of a chain'}",

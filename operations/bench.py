@@ -279,7 +279,7 @@ class Curve(Operation):
         from ..bench.golden import write_curve
 
         refuse_existing_output(self.out)
-        files = [read_acceptance(context.path(file)) for file in self.files]
+        files = {file: read_acceptance(context.path(file)) for file in self.files}
         return Written.write(self.out, write_curve(files, self.category, self.model))
 
 

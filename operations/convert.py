@@ -35,6 +35,7 @@ class Converted(Result):
     manifest: Manifest
     retention: Retention | None = None
     size: int | None = None
+    target: str | None = None
 
     def to_json(self) -> Any:
         """Return the manifest as plain values."""
@@ -54,7 +55,8 @@ class Converted(Result):
         yield from _unverified(manifest)
         owners = "the source" + (" and, where added, to the target" if "added" in actions else "")
         yield "weights: " + (f"byte-identical to {owners}" if manifest.exact else "differ from the source, see above")
-        yield next_command("validate", self.out, "--source", manifest.source)
+        beside = ("--target", self.target) if self.target else ()
+        yield next_command("validate", self.out, "--source", manifest.source, *beside)
         if self.size is not None:
             yield f"bytes: {self.size:,}"
         if (figures := self.retention) is not None:
@@ -288,7 +290,7 @@ class Convert(Reading, AttentionOptions):
             context.log("--drop-shared leaves nothing out: no tensor that engines share is equal to the target's")
         self._compare_positions(context, head)
         with context.bytes("converting", sum(step.size for step in decided.steps)) as advance:
-            return Converted(self.out, execute(decided, Path(self.out), advance))
+            return Converted(self.out, execute(decided, Path(self.out), advance), target=self.target)
 
     def _convert_attention(self, context: Context, kind: Kind) -> Converted:
         # What names, configs and headers already show is refused before torch is loaded or a weight is downloaded.
@@ -318,4 +320,4 @@ class Convert(Reading, AttentionOptions):
             manifest, kept = convert_attention(
                 head, layout, Path(self.out), kind, request, target, states, say=context.log, progress=healed
             )
-        return Converted(self.out, manifest, kept)
+        return Converted(self.out, manifest, kept, target=self.target)

@@ -259,6 +259,7 @@ class Train(Operation, TrainOptions):
     ) -> TrainPlan:
         """Plan a run over the number of rows and tokens in `text`."""
         from ..targets.config import read_target_config
+        from ..targets.states import open_states
         from ..train.job import check_processes
         from ..train.plan import plan_training
         from ..train.recipe import check_keys, complete
@@ -268,6 +269,8 @@ class Train(Operation, TrainOptions):
         config = read_target_config(context.source(self.target).fetch_config())
         rows, tokens = text(config, values)
         recipe = complete(values, config, rows, self._continued(context) if self.init_from else None)
+        if self.states:
+            open_states(context.path(self.states), config=config, captured=recipe.captured)
         # A plan does not depend on whether this machine has the GPUs to distribute over.
         check_processes(recipe.batch, shard=False)
         processes = _processes()

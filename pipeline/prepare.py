@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ..cards.publish.floor import RECIPE
 from ..checkpoint.folder import Checkpoint, open_checkpoint
 from ..checkpoint.schema import line_of
 from ..checkpoint.source import Folder, Source
@@ -19,7 +20,7 @@ from ..installed import sources_digest, version
 from ..operations.base import Context, ReleaseFacts
 from ..options import in_recipe
 from .recipe import Input, Release, Step, kinds, reference
-from .record import State, digest_marks, mark, mark_folder
+from .record import STATE, State, digest_marks, mark, mark_folder
 
 
 @dataclass(frozen=True)
@@ -138,8 +139,17 @@ def prepare(release: Release, text: str, root: Path, selection: Selection, file:
         file: the recipe's, for messages.
 
     Raises:
-        RecipeInvalid: the selection names a step that does not exist, or a step reads something that does not.
+        RecipeInvalid: the selection names a step that does not exist, or a step reads something that does not; or the
+            recipe is a run's own copy.
     """
+    beside = file is not None and file.name == RECIPE and (file.parent / STATE).exists()
+    if beside and file is not None and file.parent.resolve() != root.resolve():
+        raise RecipeInvalid(
+            "this is the copy that a run keeps of its recipe",
+            where=file,
+            fix="Run the recipe itself, where that run was started: it resumes. To start another run, copy the file"
+            " elsewhere.",
+        )
     prepared = PreparedRelease(release, text, root, selection.takes(release))
     context = prepared.context()
     wrong: list[tuple[str, str, str, str]] = []

@@ -266,6 +266,8 @@ def judge_readings(measured: ReadingsMeasured, decided: ReadingsDecided) -> Iter
             ", ".join(f"{name}: {phrase(name, one[name])}" for name in decided.beaten) for one in (facts[0], right)
         )
         options = " ".join(known[name].options(right[name]) for name in decided.beaten)
+        # Some lists alone could mean inputs too, and would be refused.
+        options += " --captured-are outputs" if "captured" in decided.beaten else ""
         yield RULE["K312"].finding(
             Found(
                 "config.json",

@@ -28,6 +28,10 @@ def acceptance(*rows: AcceptanceRow, head: str = "org/my-head") -> AcceptanceFil
     return AcceptanceFile(head=head, weights={"model.safetensors": "0" * 64}, rows=rows)
 
 
+def curve(files: list[AcceptanceFile]) -> str:
+    return write_curve({f"{number}.json": file for number, file in enumerate(files)})
+
+
 def as_inferencex_reads(text: str, thinking: str, tokens: int) -> float:
     """https://github.com/SemiAnalysisAI/InferenceX, infx/golden_al_distribution: one model, modes, K as a number."""
     data = yaml.safe_load(text)
@@ -41,7 +45,7 @@ def as_inferencex_reads(text: str, thinking: str, tokens: int) -> float:
 def test_a_curve_is_what_inferencex_reads():
     on = acceptance(row(1, 1.794), row(2, 2.386), row(10, 3.2))
     off = acceptance(row(1, 1.83, "off", temperature=0.6), row(2, 2.46, "off", temperature=0.6))
-    text = write_curve([on, off])
+    text = curve([on, off])
     assert as_inferencex_reads(text, "thinking_on", 1) == 1.79
     assert as_inferencex_reads(text, "thinking_on", 2) == 2.39
     assert as_inferencex_reads(text, "thinking_off", 2) == 2.46
@@ -54,7 +58,7 @@ def test_the_written_curve_says_again_what_it_was_measured_with(tmp_path):
     own = acceptance(
         *(row(k, 1.5 + k / 10, **methods) for k in (1, 2)), row(1, 1.25, "off", temperature=0.6, **methods)
     )
-    (tmp_path / "curve.yaml").write_text(write_curve([own]))
+    (tmp_path / "curve.yaml").write_text(curve([own]))
     ran = CliRunner().invoke(main, ["quote", str(tmp_path / "curve.yaml"), "--out", str(tmp_path / "a.json")])
     assert ran.exit_code == 0, ran.output
     found = read_acceptance(tmp_path / "a.json")
@@ -110,13 +114,19 @@ WRONG = {
 @pytest.mark.parametrize("files, error, said", WRONG.values(), ids=WRONG)
 def test_what_makes_no_curve_is_refused(files, error, said):
     with pytest.raises(error, match=said):
-        write_curve(files())
+        curve(files())
+
+
+def test_the_file_without_a_mode_is_named():
+    with pytest.raises(AcceptanceInvalid) as refused:
+        curve([acceptance(row(1, 1.5)), acceptance(row(2, 1.6, None))])
+    assert refused.value.where == "1.json"
 
 
 def test_another_suite_makes_a_curve_that_says_so():
-    text = write_curve([acceptance(row(1, 1.5, "off", dataset="p.jsonl", category=""))])
+    text = curve([acceptance(row(1, 1.5, "off", dataset="p.jsonl", category=""))])
     assert "# No golden value: those are of SPEED-Bench, coding.\n" in text
-    assert "No golden value" not in write_curve([acceptance(row(1, 1.5))])
+    assert "No golden value" not in curve([acceptance(row(1, 1.5))])
 
 
 @pytest.mark.parametrize(

@@ -262,3 +262,26 @@ def test_a_conversion_that_rounds_says_so(tmp_path):
     # All are rounded alike, and one line says it.
     assert "\nfc.weight and 13 more cast: F32 rounded to the nearest BF16" in done.stdout
     assert "differ from the source" in done.stdout
+
+
+def _other_bytes(folder):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["fc.weight"][0] += 1
+    save_file(tensors, folder / "model.safetensors")
+
+
+def _other_list(folder):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}))
+
+
+@pytest.mark.parametrize(("change", "named"), [(_other_bytes, "fc.weight"), (_other_list, "config.json")])
+def test_what_kconv_wrote_and_somebody_changed_is_not_converted(head, tmp_path, change, named):
+    assert kconv("to-vllm", head, tmp_path / "written").exit_code == 0
+    change(tmp_path / "written")
+    refused = kconv("to-trtllm", tmp_path / "written", tmp_path / "out")
+    assert refused.exit_code == 1 and f"{named} differs from kconv.json" in refused.stderr
+    assert not (tmp_path / "out").exists()
+    # Without the manifest it is a head like any other, and its user's.
+    (tmp_path / "written" / "kconv.json").unlink()
+    assert kconv("to-trtllm", tmp_path / "written", tmp_path / "out", "--captured-are", "inputs").exit_code == 0

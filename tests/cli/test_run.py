@@ -112,3 +112,12 @@ def test_the_example_is_a_recipe_whose_plan_can_be_told(tmp_path):
     kinds = {step["do"] for step in told["steps"]}
     assert kinds == {"tiny", "train", "quantize", "convert", "validate", "bench", "card", "publish"}
     assert told["heavy"] is True
+
+
+def test_a_runs_own_copy_of_its_recipe_is_not_run_anew(recipe, hub, monkeypatch):
+    assert kconv(recipe, "--only", "vllm").exit_code == 0
+    monkeypatch.chdir("a-release")
+    ran = kconv("release.yaml", "--only", "vllm")
+    assert ran.exit_code == 1 and "the copy that a run keeps of its recipe" in ran.stderr
+    assert not Path("a-release").exists()
+    assert "1 unchanged" in kconv("release.yaml", "--only", "vllm", "--out", ".").stdout

@@ -124,6 +124,15 @@ def test_a_broken_head_is_not_served(folders):
     assert ran.returncode == 1 and ran.stdout == "" and "K2" in ran.stderr, ran.stderr
 
 
+@pytest.mark.parametrize("dry", [["--dry-run"], []])
+def test_a_warning_of_the_check_is_shown_before_the_engine_starts(folders, dry):
+    head, target, python = folders("gqa, vllm", "vllm")
+    config = json.loads((head / "config.json").read_text()) | {"max_position_embeddings": 64}
+    (head / "config.json").write_text(json.dumps(config))
+    ran = call(head, "--target", target, "--engine-python", python, *dry)
+    assert ran.returncode == 0 and "warning K215" in ran.stderr and "fix:" in ran.stderr, ran.stderr
+
+
 def test_a_dry_run_starts_nothing_and_needs_no_engine(folders):
     head, target, _ = folders("gqa, vllm", "vllm")
     done = CliRunner().invoke(main, ["serve", str(head), "--target", str(target), "--dry-run", "--json"])
