@@ -207,7 +207,10 @@ def _card(candidate: Candidate) -> Iterator[Found]:
     # A card's prose belongs to its owner. The parts that kconv wrote from the manifest, the report and acceptance.json
     # are rendered again and must match, so that no figure was edited by hand or is left from an earlier head.
     if not candidate.card:
-        yield Found(CARD, "there is no card")
+        first = (
+            "Make a release folder first, and publish that: kconv card DIR --report REPORT --facts FILE --out RELEASE."
+        )
+        yield Found(CARD, "there is no card", first)
         return
     front = read_front_matter(candidate.card)
     if front.problem:
