@@ -239,7 +239,7 @@ def _load(state: Mapping[str, Tensor], folder: Path) -> None:
         raise TrainingFailed(
             f"the checkpoint is damaged or belongs to another head: {inner}",
             where=folder,
-            fix=f"Delete {folder.parent}, and repeat the command: it resumes from an earlier checkpoint, if there is one.",
+            fix=f"Delete {folder.parent}, and repeat the command: an earlier checkpoint is taken, if there is one.",
         ) from fault
 
 
