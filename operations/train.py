@@ -269,8 +269,9 @@ class Train(Operation, TrainOptions):
         config = read_target_config(context.source(self.target).fetch_config())
         rows, tokens = text(config, values)
         recipe = complete(values, config, rows, self._continued(context) if self.init_from else None)
-        if self.states:
-            open_states(context.path(self.states), config=config, captured=recipe.captured)
+        # A run may be planned before its states are there.
+        if self.states and (stored := context.path(self.states)).exists():
+            open_states(stored, config=config, captured=recipe.captured)
         # A plan does not depend on whether this machine has the GPUs to distribute over.
         check_processes(recipe.batch, shard=False)
         processes = _processes()

@@ -14,6 +14,7 @@ from sys import maxsize
 from typing import Any, NoReturn
 
 import torch
+from pydantic_core import to_jsonable_python
 from torch import Tensor
 
 from ..checkpoint.bytes import file_digest
@@ -160,7 +161,7 @@ def job_parts(job: TrainJob) -> dict[str, Any]:
         "--init-from": {f.name: file_digest(f) for f in job.init_from.checkpoint.files} if job.init_from else None,
         "kconv or its libraries": [sources_digest("train", "muon.py"), *(version(name) for name in LIBRARIES)],
     }
-    recipe = json.loads(json.dumps(dataclasses.asdict(job.recipe), default=str))
+    recipe = to_jsonable_python(dataclasses.asdict(job.recipe), fallback=str)
     return {"recipe": recipe} | {name: _digest(part) for name, part in parts.items()}
 
 

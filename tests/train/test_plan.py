@@ -216,6 +216,14 @@ def test_the_seeds_recipes_are_planned_without_their_data(example, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_states_without_a_layer_of_the_recipe_are_named_by_a_dry_run(tiny_target, tmp_path):
+    states = store(tiny_target, tmp_path, 24)
+    (tmp_path / "recipe.yaml").write_text(json.dumps(VALUES))
+    words = ["train", tiny_target, tmp_path / "out", "--recipe", tmp_path / "recipe.yaml", "--states", states]
+    done = CliRunner().invoke(main, [*map(str, words), "--set", "captured=0,2,6", "--dry-run"])
+    assert done.exit_code == 1 and "are needed (as outputs)" in done.output
+
+
 def test_a_plan_of_stored_states_is_of_their_own_rows_and_its_disk_is_what_is_taken(tiny_target, tmp_path, monkeypatch):
     states = store(tiny_target, tmp_path, 24)
     recipe = tmp_path / "recipe.yaml"
