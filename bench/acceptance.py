@@ -274,7 +274,7 @@ class AcceptanceRow(StrictModel):
             )
         if (band := self.interval) is not None:
             # A bootstrap's ends are seldom far from symmetric, and its figure never outside of them by much.
-            spare = (band.high - band.low) / 2
+            spare = (band.high - band.low) / 2 + ROUNDED
             if not band.low - spare <= self.value <= band.high + spare:
                 raise ValueError(f"{self.dataset} {self.category}: {self.words} is outside of its own interval")
             if band.over == "prompts" and self.prompts not in (None, band.units):

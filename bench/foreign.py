@@ -91,6 +91,12 @@ def _results(text: str, file: Path) -> tuple[str, list[Fields]]:
     rows, titles = [], []
     for result in found:
         form = next((form for form in known if isinstance(result, dict) and result.keys() >= set(form.marks)), None)
+        if form is None and isinstance(result, dict) and {"head", "rows"} <= result.keys():
+            raise AcceptanceInvalid(
+                f"{file.name} is an acceptance.json already",
+                where=file,
+                fix="Pass it to kconv compare, curve or card as it is: it needs no quoting.",
+            )
         if form is None:
             raise AcceptanceInvalid(f"{file.name} is not a result of a program that kconv knows", where=file, fix=FIX)
         titles.append(form.title)

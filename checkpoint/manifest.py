@@ -327,7 +327,7 @@ def hold(manifest: Manifest, output: Checkpoint, source: Checkpoint | None, look
         fix = f"Pass {manifest.source} as it was at the conversion, or convert again."
         config = source.folder / "config.json"
         if file_digest(config) != manifest.source_config:
-            raise mismatch(config, "the output was made from a different config", fix)
+            raise mismatch(config, f"this is not what {output.source} was made from: its config.json is another", fix)
         held: dict[str, TensorRecord] = {s.name: s for step in manifest.tensors for s in step.sources}
         _same(source, held | {record.name: record for record in manifest.dropped}, fix, look)
 

@@ -83,7 +83,8 @@ def fill(
     # Written last: without a config no reader mistakes the folder for a checkpoint.
     files.append(_write(folder / "config.json", (json.dumps(plan.config, indent=2) + "\n").encode()))
     manifest = _manifest(plan, past, weights, tuple(files), training)
-    past.check(source for step in manifest.tensors for source in step.sources)
+    # What is rebuilt was wrong; that it is not what was written is no news.
+    past.check(source for step in manifest.tensors if step.action != "rebuilt" for source in step.sources)
     write_manifest(folder, manifest)
     return manifest
 

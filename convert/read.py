@@ -19,6 +19,7 @@ from ..drafters.captured import Captured
 from ..drafters.contract import FLOATS, Problems, check_d2t, compare, problem_of, summarize
 from ..drafters.facts import Fact, Undecided, find_undecided
 from ..drafters.slots import INTEGER, needs
+from ..drafters.spec import Mla
 from ..engines import detect
 from ..engines.layout import Layout, Stored, ignorable, readable, unclaimed
 from ..engines.moves import Same
@@ -191,6 +192,8 @@ def read(
         slots={name: row.slots[0] for name, row in rows.items()},
         norm_fix=layout.drafter.norm_fix,
     )
+    if misfits and (another := _other_attention(spec, tensors)) is not None:
+        misfits = [another]  # what else does not fit is a consequence
     if any(problem.kind is TensorShape for problem in misfits):
         # With a wrong size in the config, tensors that it demands and the head never had are a consequence.
         misfits = sorted(misfits, key=lambda problem: problem.kind is TensorMissing)
@@ -221,6 +224,19 @@ def read(
             problems += check_d2t(spec, read_integers(d2t), d2t.name, marks)
     known = (layout, found.keys, found.read, found.captured, head, rows, tuple(misfits), kind)
     return HeadReading(checkpoint, hints, tuple(problems), *known)
+
+
+ITS_CONFIG = "Put the config.json that was exported with these tensors beside them."
+
+
+def _other_attention(spec: Spec, tensors: Mapping[str, TensorInfo]) -> Problem | None:
+    """Return that the config is of another kind of attention than the tensors."""
+    latent, plain = (any(part in name for name in tensors) for part in (".kv_b_proj.", ".k_proj."))
+    if latent == plain or isinstance(getattr(spec, "attention", None), Mla) == latent:
+        return None
+    asks, has = ("MHA or GQA", "kv_b_proj, as MLA has") if latent else ("MLA", "k_proj and no kv_b_proj")
+    what = f"it is of {asks}, but the tensors have {has}"
+    return Problem("K026", "error", in_config(), what, ITS_CONFIG, ConfigInvalid)
 
 
 def read_head(checkpoint: Checkpoint, *, layout: Layout | None = None, hints: Hints | None = None) -> Head:

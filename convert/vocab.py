@@ -142,7 +142,7 @@ def examine(
         as_offsets, as_absolute = read_ids(target_ids(d2t), spec.vocab, t2d), read_ids(d2t, spec.vocab, t2d)
         kind = kind_of(as_offsets, as_absolute, (copies.by_offset, copies.by_id) if copies else None)
         reading = as_absolute if kind == ABSOLUTE else as_offsets
-        faults += _judge_map(spec, d2t, kind, reading, stored_name(layout, "d2t"))
+        faults += _judge_map(spec, d2t, kind, reading, stored_name(layout, "d2t"), t2d)
         if copies is not None and lm_head is not None and reference is not None:
             marks = t2d if reading.marked_otherwise or kind == NEITHER else None
             found = _judge_marks(copies, lm_head, reference, marks, stored_name(layout, "d2t"))
@@ -204,7 +204,9 @@ def _compare(checkpoint: Checkpoint, layout: Layout, spec: HeadSpec) -> list[Pro
     )
 
 
-def _judge_map(spec: HeadSpec, d2t: np.ndarray, kind: str, reading: Reading, name: str) -> list[Problem]:
+def _judge_map(
+    spec: HeadSpec, d2t: np.ndarray, kind: str, reading: Reading, name: str, t2d: np.ndarray | None
+) -> list[Problem]:
     if kind == ABSOLUTE:
         return [
             Problem(
@@ -217,7 +219,7 @@ def _judge_map(spec: HeadSpec, d2t: np.ndarray, kind: str, reading: Reading, nam
             )
         ]
     if kind == NEITHER:
-        return check_d2t(spec, d2t, name)
+        return check_d2t(spec, d2t, name, t2d)
     if reading.marked_otherwise:
         return [
             Problem(

@@ -138,7 +138,9 @@ def read_captured(config: Mapping[str, Any], hints: Hints, names: Iterable[str],
             f"the head reads the output of layer {decided.ids[-1]}, but the target's last layer is"
             f" {hints.target_layers - 1} ({decided.how})",
             where="--captured" if hints.captured else in_config(TOP),
-            fix="Pass the layers that the head was trained on (--captured), and its own target.",
+            fix="Pass the layers that the head was trained on (--captured), and its own target."
+            if decided.word
+            else "Pass the head's own target.",
         )
         problems.append(error.problem("K148"))
     return decided

@@ -6,8 +6,9 @@ import re
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
+from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from ..checkpoint.header import TensorInfo
@@ -41,6 +42,8 @@ BY_CLASS: Mapping[type[KconvError], str] = {
     LayoutCannot: "K007",
     ConfigInvalid: "K008",
 }
+# How alike two parts of names are that one misspelling separates.
+ALIKE = 0.8
 UNPROVEN = "K009"
 # Rules about tensors: the error class, and patterns for the slots (for unknown tensors: the names) that each rule
 # covers. The first match applies.
@@ -152,14 +155,20 @@ def compare(
     for name in sorted(held.keys() - expected.keys() - ignored.keys()):
         why = unclaimed.get(name, "no row of the layout accounts for it")
         fix = (norm_fix if "norm" in name else "") or OTHER_FIX
-        lacking = [one for one in missing if expected[one].shape == held[name].shape]
-        if near := get_close_matches(name, lacking, n=1, cutoff=0.9):
+        lacking = [one for one in expected.keys() - held.keys() if expected[one].shape == held[name].shape]
+        if near := [one for one in lacking if _misspelt(name, one)]:
             fix = f"Rename it to {near[0]}, which is missing and has this shape, if it is that one."
         what = f"{name} {held[name].dtype} {list(held[name].shape)} has no place in this head: {why}"
         problems.append(_problem(TensorUnknown, name, what, name, fix))
     for name in sorted(expected.keys() & held.keys()):
         problems += _compare_one(expected[name], held[name], slots.get(name, name))
     return problems
+
+
+def _misspelt(name: str, other: str) -> bool:
+    """Return whether two names differ in one of their parts alone, and there by little."""
+    apart = [pair for pair in zip_longest(name.split("."), other.split("."), fillvalue="") if pair[0] != pair[1]]
+    return len(apart) == 1 and SequenceMatcher(None, *apart[0]).ratio() > ALIKE
 
 
 def summarize(problems: Sequence[Problem]) -> Problem:
@@ -230,7 +239,10 @@ def check_d2t(spec: Spec, d2t: np.ndarray, name: str = "d2t", t2d: np.ndarray | 
     if offsets.possible:
         return []
     code = "K175" if kind_of(offsets, absolute) == ABSOLUTE else "K176" if offsets.outside else "K177"
-    if offsets.outside:
+    if code == "K175":
+        what = "it holds absolute ids; engines read offsets (target id minus draft id)"
+        fix = "Rewrite it: kconv vocab HEAD --absolute OUT."
+    elif offsets.outside:
         what = f"{offsets.outside} of {offsets.ids.size} draft ids map outside the target's vocabulary of "
         what += str(spec.vocab)
         fix = "d2t holds offsets (target id minus draft id); rebuild it from the list of kept tokens."

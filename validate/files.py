@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from math import prod
 from pathlib import Path
 
-from ..checkpoint.bytes import Look, Wanted, file_digest
+from ..checkpoint.bytes import Look, Wanted, digest, file_digest
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.manifest import MANIFEST, READ_BY_ENGINES, read_manifest
 from ..checkpoint.source import Source
@@ -22,6 +23,8 @@ from .rules.subject import ENGINES
 from .rules.table import of_error
 
 Say = Callable[[str], None]
+# Of a source's tensors, how many are held against the record.
+SAMPLED = 8
 
 
 def is_target(checkpoint: Checkpoint) -> bool:
@@ -86,6 +89,30 @@ def check_manifest(checkpoint: Checkpoint, weights: Mapping[str, str], *, whole:
                 yield _broken(name, f"{MANIFEST} records it, but it is missing")
         elif not record.fits(folder / name) or (weights.get(name) or _sha256(folder / name)) != record.sha256:
             yield _broken(name, f"its bytes differ from those that {MANIFEST} records")
+
+
+def check_config(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Find a config.json other than the one that kconv wrote; of a manifest, headers alone show no more."""
+    with suppress(ManifestMismatch, NotACheckpoint):
+        for record in read_manifest(checkpoint.folder).files:
+            if record.name == "config.json" and _sha256(checkpoint.folder / record.name) != record.sha256:
+                yield _broken(record.name, f"its bytes differ from those that {MANIFEST} records")
+
+
+def check_origin(checkpoint: Checkpoint, source: Checkpoint) -> Iterator[Finding]:
+    """Find a source that is not what a quantized target's manifest says it was made from, by a few small tensors."""
+    try:
+        steps = read_manifest(checkpoint.folder).tensors
+    except (ManifestMismatch, NotACheckpoint):  # which other findings report
+        return
+    records = sorted((one for step in steps for one in step.sources), key=lambda one: (prod(one.shape), one.name))
+    # Fine-tunes may share the norms.
+    for record in (*records[:SAMPLED], *[one for one in records if len(one.shape) > 1][:SAMPLED]):
+        held = source.tensors.get(record.name)
+        if held is None or digest(held) != record.blake3:
+            message = f"{source.source} is not what this was made from: its {record.name} is another"
+            yield RULE["K392"].finding(Found("source", message, "Pass the target that kconv quantize read."))
+            return
 
 
 def _sha256(file: Path) -> str:

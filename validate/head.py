@@ -23,7 +23,7 @@ from ..errors import ManifestMismatch, NotACheckpoint, PromptsInvalid
 from ..measure.figures import Figures
 from ..rule import Found
 from ..targets.config import read_target_config
-from .files import Say, check_manifest, digests, weight_files
+from .files import Say, check_config, check_manifest, digests, weight_files
 from .options import DEFAULTS, ValidateOptions
 from .report import UNREAD, Finding, Report, assemble, config_digest, figures
 from .rules.captured import other_readings
@@ -109,6 +109,8 @@ def _check(
     about = digests(checkpoint, options, look)
     if about and (source is None or rules.head is None):  # the comparison with a source checks the manifest too
         findings += check_manifest(checkpoint, about, whole=isinstance(subject, Folder))
+    if options.headers_only:
+        findings += check_config(checkpoint)
     if measured_on is None:
         findings += _not_verified(rules)
     provenance = _about(rules, source, options, target)

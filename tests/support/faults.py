@@ -58,7 +58,18 @@ from .changes import (
     uniform,
     write_twice,
 )
-from .good_heads import LATENT_QUANTIZABLE, QUANTIZABLE, SGLANG, TRTLLM, VLLM, VLLM_V1, VLLM_V2, Good, trained_slots
+from .good_heads import (
+    LATENT_QUANTIZABLE,
+    QUANTIZABLE,
+    SGLANG,
+    TRTLLM,
+    VLLM,
+    VLLM_V1,
+    VLLM_V2,
+    Good,
+    make_config,
+    trained_slots,
+)
 from .heads import GQA, MLA, PORTABLE, QK, TARGET, YARN
 from .validated import validate
 
@@ -116,6 +127,16 @@ class Fault:
         save_file(tensors, file)
         config_file.write_text(json.dumps(config))
         return folder
+
+
+def of_another(head: Good) -> Change:
+    """Return the change that puts another head's config in the place of the own one."""
+
+    def change(config: Config, _: object) -> None:
+        config.clear()
+        config.update(make_config(BY_NAME[head.layout], head.spec))
+
+    return change
 
 
 def write_target(folder: Path, config: Config, slots: tuple[str, ...] = (), spec: HeadSpec = GQA) -> Folder:
@@ -383,8 +404,8 @@ OF_TENSORS = (
     Fault("lm_head as drawn from a normal distribution", "K204", MLA_VLLM, edit("lm_head.weight", initial(0.02))),
     Fault("lm_head as torch.nn.Linear leaves it", "K204", GQA_VLLM, edit("lm_head.weight", uniform)),
     Fault("rows of lm_head that were never filled", "K205", GQA_VLLM, edit("lm_head.weight", some_rows_zero)),
-    Fault("the config of an MLA head", "K026", GQA_VLLM, put(kv_lora_rank=32, q_lora_rank=16, qk_nope_head_dim=16,
-          qk_rope_head_dim=8, v_head_dim=16)),
+    Fault("the config of an MLA head", "K026", GQA_VLLM, of_another(MLA_VLLM)),
+    Fault("the config of a GQA head", "K026", MLA_VLLM, of_another(GQA_VLLM)),
     Fault("up_proj written as gate_proj too", "K206", MLA_VLLM,
           write_twice(f"{P}mlp.up_proj.weight", over=f"{P}mlp.gate_proj.weight")),
     Fault("an embedding of another target", "K219", GQA_VLLM, lent=("embed_tokens",)),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -173,6 +174,17 @@ def test_a_quantized_target_is_no_source(pair, other, said):
     errors = [finding for finding in report.findings if finding.severity == "error"]
     assert [finding.rule for finding in errors] == ["K392"] and said in errors[0].fix
     assert report.figures.noise is None
+
+
+def test_another_target_of_the_same_form_is_one_finding(pair, tmp_path):
+    source, good = pair("bf16")
+    shutil.copytree(source, tmp_path / "other")
+    file = next((tmp_path / "other").glob("*.safetensors"))
+    tensors = load_file(file)
+    save_file({name: t + 0.01 * (t.ndim > 1) for name, t in tensors.items()}, file)
+    report = validate(Folder(good), source=open_checkpoint(tmp_path / "other"))
+    errors = [finding for finding in report.findings if finding.severity == "error"]
+    assert [finding.rule for finding in errors] == ["K392"] and "is not what this was made from" in errors[0].message
 
 
 def test_a_perplexity_that_grew_is_a_warning():

@@ -113,9 +113,12 @@ def test_a_folder_that_kconv_did_not_make_is_not_asked_for_a_manifest(converted)
     assert broken(converted) == []
 
 
-def test_headers_alone_say_nothing_of_bytes(converted):
+def test_headers_alone_say_nothing_of_the_weights_but_of_the_config(converted):
     change_tensors(converted / "model.safetensors", reverse_fc)
     assert broken(converted, headers_only=True) == []
+    config = json.loads((converted / "config.json").read_text())
+    (converted / "config.json").write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}))
+    assert broken(converted, headers_only=True) == ["config.json"]
 
 
 def test_a_quantized_target_is_held_against_its_manifest(tiny_target, tmp_path):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from ...convert.config import FROM_TRAINING
-from ...convert.read import ONE_NAME
+from ...convert.read import ITS_CONFIG, ONE_NAME
 from ...drafters.eagle3 import KEYS
 from ...drafters.facts import TARGETS_DEPTH, UNDECIDED
 from ...drafters.keys import FULL_ATTENTION, Key
@@ -125,17 +125,6 @@ def key_null(subject: HeadSubject) -> Iterator[Found]:
             yield Found(f"config.json: {null.path}", f"null, so {null.becomes} ({', '.join(asked)})")
 
 
-def attention_of_another(subject: HeadSubject) -> Iterator[Found]:
-    latent, plain = subject.holds("*.kv_b_proj.weight"), subject.holds("*.k_proj.weight")
-    asks = bool(subject.flat.get("kv_lora_rank"))
-    if asks and plain and not latent:
-        yield Found(
-            "config.json", "kv_lora_rank asks for latent attention (MLA), but the tensors have k_proj, not kv_b_proj"
-        )
-    elif not asks and latent and not plain:
-        yield Found("config.json", "the tensors are of latent attention (MLA, kv_b_proj), but there is no kv_lora_rank")
-
-
 # torch's names of the dtypes in which a head can be computed; transformers looks them up by these names.
 DTYPES = frozenset("bfloat16 float16 half float32 float float64 double".split())
 # Default number of heads of an MLA config's class; the engines say which keys they read:
@@ -241,8 +230,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "config-of-another",
         "error",
         "The config is of another kind of attention than the tensors. It belongs to another head.",
-        fix="Put the config.json that was exported with these tensors beside them.",
-        check=attention_of_another,
+        fix=ITS_CONFIG,
     ),
     Rule(
         "K007",
