@@ -92,7 +92,8 @@ def main() -> None:
         print(optimizer, layer, recipe.seed, found[optimizer, layer][-1], flush=True)
     lines = [
         f"GQA heads for the demo's target, {STEPS} steps, means of {len(SEEDS)} seeds (in brackets the range).",
-        f"Acceptance lengths are by rejection sampling at temperature 1, K = {K}, over {MEASURED} held-out texts of {TOKENS} tokens:",
+        f"Acceptance lengths are by rejection sampling at temperature 1, K = {K}, over {MEASURED} held-out texts of "
+        f"{TOKENS} tokens:",
         "",
         "| optimizer | `decoder_layer` | held-out loss | acceptance length as trained | as served |",
         "|---|---|---|---|---|",
