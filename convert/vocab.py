@@ -140,9 +140,10 @@ def examine(
         reading = read_ids(np.arange(spec.draft_vocab), spec.vocab, t2d)
     else:
         as_offsets, as_absolute = read_ids(target_ids(d2t), spec.vocab, t2d), read_ids(d2t, spec.vocab, t2d)
-        kind = kind_of(as_offsets, as_absolute, (copies.by_offset, copies.by_id) if copies else None)
+        rows = (copies.by_offset, copies.by_id) if copies else None
+        kind = kind_of(as_offsets, as_absolute, rows)
         reading = as_absolute if kind == ABSOLUTE else as_offsets
-        faults += _judge_map(spec, d2t, kind, reading, stored_name(layout, "d2t"), t2d)
+        faults += check_d2t(spec, d2t, stored_name(layout, "d2t"), t2d, rows)
         if copies is not None and lm_head is not None and reference is not None:
             marks = t2d if reading.marked_otherwise or kind == NEITHER else None
             found = _judge_marks(copies, lm_head, reference, marks, stored_name(layout, "d2t"))
@@ -202,36 +203,6 @@ def _compare(checkpoint: Checkpoint, layout: Layout, spec: HeadSpec) -> list[Pro
         ignored={},
         unclaimed=unclaimed(layout, spec),
     )
-
-
-def _judge_map(
-    spec: HeadSpec, d2t: np.ndarray, kind: str, reading: Reading, name: str, t2d: np.ndarray | None
-) -> list[Problem]:
-    if kind == ABSOLUTE:
-        return [
-            Problem(
-                "K175",
-                "error",
-                name,
-                "d2t holds absolute ids; engines read offsets and would map every row but the first to a wrong token",
-                "Rewrite it: kconv vocab HEAD --absolute OUT.",
-                TensorValue,
-            )
-        ]
-    if kind == NEITHER:
-        return check_d2t(spec, d2t, name, t2d)
-    if reading.marked_otherwise:
-        return [
-            Problem(
-                "K178",
-                "error",
-                name,
-                f"t2d and d2t disagree on {reading.marked_otherwise} tokens",
-                "If d2t is right, rebuild t2d from it: kconv vocab HEAD --rebuild-t2d OUT --target TARGET.",
-                TensorValue,
-            )
-        ]
-    return []
 
 
 def _judge_rows(copies: Copies, lm_head: TensorInfo, reference: TensorInfo, reading: Reading) -> list[Problem]:
@@ -489,10 +460,8 @@ def expand(checkpoint: Checkpoint, layout: Layout | None, hints: Hints) -> Plan:
     Raises:
         LayoutCannot: the head has a full vocabulary.
         ConfigUnsupported: lm_head is quantized.
-        KconvError: `examine` finds an error in the map, or `read_head` in the head.
+        KconvError: it cannot be read; see `read_head`.
     """
-    for fault in examine(checkpoint, layout=layout).faults:
-        raise fault.error()
     head = read_head(checkpoint, layout=_layout_of(checkpoint, layout), hints=hints)
     if head.spec.draft_vocab == head.spec.vocab:
         raise LayoutCannot(

@@ -224,7 +224,13 @@ def _compare_one(want: Expected, have: TensorInfo, slot: str) -> Iterator[Proble
         )
 
 
-def check_d2t(spec: Spec, d2t: np.ndarray, name: str = "d2t", t2d: np.ndarray | None = None) -> list[Problem]:
+def check_d2t(
+    spec: Spec,
+    d2t: np.ndarray,
+    name: str = "d2t",
+    t2d: np.ndarray | None = None,
+    rows: tuple[int, int] | None = None,
+) -> list[Problem]:
     """Check a map from draft to target ids: `d2t[i]` is the *offset* of target id `i + d2t[i]`.
 
     Args:
@@ -232,23 +238,30 @@ def check_d2t(spec: Spec, d2t: np.ndarray, name: str = "d2t", t2d: np.ndarray | 
         d2t: [draft_vocab] integers.
         name: its name on disk.
         t2d: [vocab] bool, the head's mask; it helps to tell target ids from offsets in the map.
+        rows: as of `kind_of`.
     """
     from .vocab import ABSOLUTE, kind_of, read_ids, target_ids  # imported here, since planning needs no numpy
 
     offsets, absolute = read_ids(target_ids(d2t), spec.vocab, t2d), read_ids(d2t, spec.vocab, t2d)
-    if offsets.possible:
-        return []
-    code = "K175" if kind_of(offsets, absolute) == ABSOLUTE else "K176" if offsets.outside else "K177"
-    if code == "K175":
+    if kind_of(offsets, absolute, rows) == ABSOLUTE:
+        code = "K175"
         what = "it holds absolute ids; engines read offsets (target id minus draft id)"
-        fix = "Rewrite it: kconv vocab HEAD --absolute OUT."
+        fix = "Rewrite it: kconv vocab HEAD OUT --absolute."
     elif offsets.outside:
-        what = f"{offsets.outside} of {offsets.ids.size} draft ids map outside the target's vocabulary of "
-        what += str(spec.vocab)
+        code = "K176"
+        what = f"{offsets.outside} of {offsets.ids.size} draft ids map outside the target's vocabulary of {spec.vocab}"
         fix = "d2t holds offsets (target id minus draft id); rebuild it from the list of kept tokens."
-    else:
+    elif offsets.duplicates:
+        code = "K177"
         what = f"{offsets.duplicates} draft ids map to a target id that another draft id already uses"
         fix = "d2t may hold absolute ids instead of offsets, or zeros; rebuild it."
+    elif offsets.marked_otherwise:
+        code = "K178"
+        what = f"t2d marks {offsets.marked_otherwise} tokens otherwise than it maps: one of them is of another head"
+        fix = "See which: kconv vocab HEAD --target TARGET. If d2t is right, rebuild t2d: kconv vocab HEAD OUT"
+        fix += " --rebuild-t2d --target TARGET."
+    else:
+        return []
     return [Problem(code, "error", name, what, fix, TensorValue)]
 
 

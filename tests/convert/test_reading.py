@@ -5,15 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from support.changes import also, drop, edit, nest, put
 from support.faults import FAULTS, GQA_VLLM, MLA_VLLM, REDUCED, Fault
 from support.good_heads import GOOD
 
+import kconv
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import Hints
 from kconv.convert.read import claim_tensors, read, read_head
 from kconv.drafters.keys import CONVENTION, TOP
-from kconv.errors import ConfigUnsupported, KconvError, TensorMissing
+from kconv.errors import ConfigUnsupported, KconvError, TensorMissing, TensorValue
 from kconv.validate.rules.table import all_rules
 
 RULES = all_rules()
@@ -62,6 +64,17 @@ def test_reading_goes_on_behind_the_first_problem(tmp_path: Path):
     with pytest.raises(ConfigUnsupported, match="gelu") as caught:
         read_head(open_checkpoint(folder))
     assert caught.value.where == f"{folder}/config.json: hidden_act"
+
+
+MAPS = {"d2t": lambda t: t + torch.arange(40), "t2d": lambda t: t.roll(1)}
+
+
+@pytest.mark.parametrize(("tensor", "code"), [("d2t", "K175"), ("t2d", "K178")])
+def test_maps_that_contradict_each_other_are_not_converted(tensor: str, code: str, tmp_path: Path):
+    folder = write(tmp_path / "head", REDUCED, edit(tensor, MAPS[tensor]))
+    with pytest.raises(TensorValue) as caught:
+        kconv.convert(folder, tmp_path / "out", to="vllm")
+    assert caught.value.code == code and not (tmp_path / "out").exists()
 
 
 def test_every_key_that_is_wrong_is_named(tmp_path: Path):

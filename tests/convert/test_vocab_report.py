@@ -80,7 +80,7 @@ def test_a_shared_lm_head_is_no_fault_of_a_full_head(report):
 def test_absolute_ids_read_as_offsets(report, t2d):
     found = report(d2t=IDS, t2d=t2d)  # 7 + 60 is out of range, so the ids cannot be offsets
     assert found.kind == ABSOLUTE
-    assert "d2t: d2t holds absolute ids" in faults(found)
+    assert "d2t: it holds absolute ids" in faults(found)
     assert "--absolute" in found.faults[0].fix
     assert found.kept == ("bos (10)", "eos (20)")
 
@@ -212,7 +212,7 @@ def test_a_right_d2t_of_which_some_rows_were_trained_is_not_called_wrong(report)
     rows = TARGET[IDS].clone()
     rows[:4] += 1
     found = report(t2d=T2D.roll(1), lm_head=rows, target=TARGET)
-    assert found.copies.by_offset == 4 and "t2d and d2t disagree" in faults(found)
+    assert found.copies.by_offset == 4 and "t2d marks 16 tokens otherwise" in faults(found)
     assert "d2t is wrong" not in faults(found)
 
 

@@ -38,12 +38,6 @@ def _readings(subject: HeadSubject) -> tuple[Reading, Reading] | None:
     return read_ids(target_ids(d2t), vocab, subject.t2d), read_ids(d2t, vocab, subject.t2d)
 
 
-def _is_absolute(readings: tuple[Reading, Reading]) -> bool:
-    from ...drafters.vocab import ABSOLUTE, kind_of
-
-    return kind_of(*readings) == ABSOLUTE
-
-
 def _is_either(readings: tuple[Reading, Reading]) -> bool:
     from ...drafters.vocab import EITHER, kind_of
 
@@ -55,18 +49,6 @@ def d2t_zeros(subject: HeadSubject) -> Iterator[Found]:
     # A t2d with exactly these tokens shows that the first ones were meant.
     if readings and d2t is not None and not d2t.any() and readings[0].marked_otherwise != 0:
         yield Found("d2t", f"all {d2t.size} offsets are 0")
-
-
-def d2t_absolute(subject: HeadSubject) -> Iterator[Found]:
-    readings = _readings(subject)
-    if readings and _is_absolute(readings):
-        yield Found("d2t", "its values are valid and distinct as target ids, but not as offsets")
-
-
-def t2d_contradicts(subject: HeadSubject) -> Iterator[Found]:
-    readings = _readings(subject)
-    if readings and readings[0].possible and readings[0].marked_otherwise and not _is_absolute(readings):
-        yield Found("t2d", f"{readings[0].marked_otherwise} tokens are marked differently than d2t maps")
 
 
 def d2t_undecided(subject: HeadSubject) -> Iterator[Found]:
@@ -127,8 +109,6 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         fix=REBUILD,
         seen_in="https://github.com/SafeAILab/EAGLE/issues/222",
         values=True,
-        check=d2t_absolute,
-        drafters=EVERY_FAMILY,
     ),
     Rule(
         "K176",
@@ -156,8 +136,6 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         fix="Run kconv vocab HEAD --target T, which compares lm_head's rows with the target's. If d2t is right, rebuild"
         " t2d: kconv vocab HEAD OUT --rebuild-t2d --target T.",
         values=True,
-        check=t2d_contradicts,
-        drafters=EVERY_FAMILY,
     ),
     Rule(
         "K179",
