@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from pydantic import model_validator
 
 from ..lines import Part, Result
 from ..options import Name, Url, option
@@ -47,6 +49,12 @@ class Generate(Operation, GenerateOptions):
     model: str = option(..., "The server's name for the target.")
     prompts: Name = option(..., "Prompts (JSONL).", kind="file")
     out: Name = option(..., "The dialogues (JSONL); existing answers are kept.", kind="output")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if Path(self.prompts).resolve() == Path(self.out).resolve():
+            raise ValueError("--out is the file of --prompts; name another file for the answers")
+        return self
 
     def run(self, context: Context) -> Generated:
         """Write the dialogues.

@@ -88,7 +88,8 @@ def _parse(line: str, number: int, file: Path) -> Prompt:
         raise _invalid(f"cannot be read: {fault}", number, file) from fault
     if ("prompt" in value) == ("turns" in value):
         held = f", but has {', '.join(value)}"[:80] if value else ""
-        raise _invalid(f'needs either "prompt" or "turns"{held}', number, file)
+        fix = f"{FORMS} {DIALOGUES}" if "messages" in value else FORMS
+        raise _invalid(f'needs either "prompt" or "turns"{held}', number, file, fix)
     turns = value["turns"] if "turns" in value else [value["prompt"]]
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
         empty = turns and isinstance(turns, list) and all(isinstance(t, str) for t in turns)
@@ -102,6 +103,7 @@ def _parse(line: str, number: int, file: Path) -> Prompt:
 
 
 FORMS = 'Write {"prompt": "...", "category": "..."} or {"question_id": 1, "category": "...", "turns": ["..."]}.'
+DIALOGUES = "Dialogues with answers are for --data of kconv states and kconv train."
 
 
 def _invalid(what: str, number: int, file: Path, fix: str = FORMS) -> PromptsInvalid:

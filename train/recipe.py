@@ -323,6 +323,7 @@ TEST_MHA = dataclasses.replace(TEST_GQA, attention=Gqa(4, kv_heads=4, head_dim=1
 
 
 NAMES = ("eagle3-mla", "eagle3-gqa", "dflash", "dspark")
+MEANT = {name: name for name in NAMES} | {"eagle3-mha": "eagle3-gqa"}
 DECODERS = ("mla", "gqa")
 
 # What other trainers call them.
@@ -353,8 +354,8 @@ def read_recipe_file(name: str) -> Stated:
     if name in NAMES:
         text = (files("kconv.train") / "recipes" / f"{name}.yaml").read_bytes()
     else:
-        close = get_close_matches(name.lower(), NAMES, n=1)
-        meant = f" Did you mean {close[0]}?" if close else ""
+        close = get_close_matches(name.lower(), MEANT, n=1)
+        meant = f" Did you mean {MEANT[close[0]]}?" if close else ""
         missing = RecipeInvalid(f"there is no recipe and no file {name!r}", fix=fix + meant)
         text = read_bounded(Path(name), RecipeInvalid, limit=MAX_YAML, fix=fix, missing=missing)
     values = parse_yaml(text, RecipeInvalid, where=name, what="recipe", fix=fix)

@@ -54,6 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(root / "head", root / "cache" / "snapshots" / "abc", dirs_exist_ok=True)
     (root / "prompts.jsonl").write_text(json.dumps(PROMPT) + "\n")
     (root / "comma.jsonl").write_text(f'{json.dumps(PROMPT)}\n{{"prompt": "Say it.",}}\n'.replace("Say it.", "ok"))
+    (root / "messages.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "Say it."}]}) + "\n")
     (root / "dialogue.jsonl").write_text(json.dumps({"prompt": "Say it.", "response": "It."}) + "\n")
     (root / "empty.jsonl").write_text('{"prompt": ""}\n')
     (root / "text.jsonl").write_text('{"text": "Say it."}\n')
@@ -194,6 +195,11 @@ MISTAKES: list[tuple[str, str, int, tuple[str, ...]]] = [
     ("a prompt without words", "calibrate target out.json --prompts empty.jsonl", 1,
      ("empty.jsonl:1", "line 1 has an empty prompt")),
     ("training text as prompts", "calibrate target out.json --prompts text.jsonl", 1, ('or "turns", but has text',)),
+    ("dialogues as prompts", "calibrate target out.json --prompts messages.jsonl", 1,
+     ("has messages", "--data of kconv states")),
+    ("answers into the prompts", "generate --url http://h:1 --model m --prompts prompts.jsonl --out prompts.jsonl", 2,
+     ("--out is the file of --prompts",)),
+    ("MHA as a recipe", "train wide out --recipe eagle3-mha --data dialogue.jsonl", 1, ("Did you mean eagle3-gqa?",)),
     ("an id twice", "calibrate target out.json --prompts twice.jsonl", 1, ("repeats the id '7'", "its own id")),
     ("a recipe in capitals", "quantize target out --recipe NVFP4 --input-scale data-free", 1, ("Did you mean nvfp4?",)),
     ("a recipe's file without its end", "run no-head --dry-run", 1, ("no-head", "Did you mean no-head.yaml?")),
