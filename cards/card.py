@@ -98,7 +98,7 @@ def gather(
     if bound:
         head = identify(folder, manifest)
         for evidence in bound:
-            _refuse_foreign(evidence, head)
+            _refuse_foreign(evidence, head, folder)
     targets = find_texts([target]) if target else ()
     stated = facts.license.target or (targets[0].license.id if targets else None)
     # The target's folder shows which license it has, or its name, or a text that the user names.
@@ -281,13 +281,13 @@ def _refuse_unfit(report: Report) -> None:
         )
 
 
-def _refuse_foreign(evidence: Report | AcceptanceFile, head: HeadIdentity) -> None:
+def _refuse_foreign(evidence: Report | AcceptanceFile, head: HeadIdentity, folder: Path) -> None:
     what, of = ("report", evidence.subject) if isinstance(evidence, Report) else ("acceptance", evidence.head)
     if other := foreign(evidence, head):
         raise ReportInvalid(
-            f"the {what} belongs to {other}",
-            where=of,
-            fix="Run kconv validate or kconv bench on this folder, and pass its output.",
+            f"the {what}, made of {of}, belongs to {other}",
+            where=folder,
+            fix=f"Run kconv validate {folder} or kconv bench --head {folder}, and pass its output.",
         )
 
 

@@ -41,7 +41,10 @@ def is_partial(folder: Path) -> bool:
     return folder.resolve().name.startswith(PARTIAL)
 
 
-def refuse_existing(out: Path, *, fix: str = "Choose another name: kconv overwrites nothing.") -> None:
+KEPT = "Choose another name: kconv overwrites nothing."
+
+
+def refuse_existing(out: Path, *, fix: str = KEPT) -> None:
     """Refuse an output that exists, or that cannot be written, before anything slow.
 
     Raises:

@@ -220,7 +220,7 @@ class Operation(StrictModel):
             return cls.model_validate(values)
         except ValidationError as error:
             fix = f"See {see or f'kconv {command_name(cls)} --help'}."
-            raise RequestInvalid(first_wrong(cls, error), fix=fix) from error
+            raise RequestInvalid(first_wrong(cls, error), fix=fix) from None
 
     @classmethod
     @contextmanager

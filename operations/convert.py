@@ -192,7 +192,7 @@ class Convert(Reading, AttentionOptions):
 
     def estimate(self, context: Context) -> Estimate:
         """Return the plan, made from headers alone; it does not estimate the work of another attention."""
-        refuse_existing_output(self.out)
+        refuse_existing_output(self.out, self.head)
         if self.attention:
             return Estimate(None, ConversionPlanned(None))
         planned = self._plan(context)

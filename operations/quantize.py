@@ -277,7 +277,7 @@ class Quantize(Prompted):
     def estimate(self, context: Context) -> Estimate:
         """Return the plan, made from headers alone."""
         recipe = self._recipe(context)
-        refuse_existing_output(self.out)
+        refuse_existing_output(self.out, self.target)
         _check_model(context, self.target)
         from ..quantize.run import read_world
 

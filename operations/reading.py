@@ -289,7 +289,7 @@ def refuse_existing_output(out: str | None, source: str | None = None) -> None:
         OutputExists: it exists.
         RequestInvalid: it would lie inside the source's folder, where its files would count as the source's.
     """
-    from ..checkpoint.staging import refuse_existing
+    from ..checkpoint.staging import KEPT, refuse_existing
     from ..errors import RequestInvalid
 
     if out is None:
@@ -300,6 +300,9 @@ def refuse_existing_output(out: str | None, source: str | None = None) -> None:
             where="OUT",
             fix="The source comes first, and OUT last: choose another name for OUT.",
         )
-    refuse_existing(Path(out))
+    if source is None or os.path.lexists(source):
+        refuse_existing(Path(out))
+    else:
+        refuse_existing(Path(out), fix=f"If it is the source, name it first; {source} is no folder. {KEPT}")
     if source is not None and Path(os.path.realpath(out)).is_relative_to(os.path.realpath(source)):
         raise RequestInvalid(f"{out} is inside {source}, its source", where="OUT", fix="Choose a folder outside it.")

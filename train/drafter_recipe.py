@@ -145,11 +145,12 @@ class DrafterRecipe(ABC):
 
     def unfit(self, layers: int, vocab: int) -> Iterator[Unfit]:
         """Yield why the recipe does not fit a target of so many layers and tokens."""
-        if self.captured[-1] >= layers:
+        if beyond := [str(layer) for layer in self.captured if layer >= layers]:
             yield Unfit(
                 "captured",
-                f"the recipe captures layer {self.captured[-1]}, but the target's layers are 0 to {layers - 1}",
-                "Use 0-based layer outputs.",
+                f"the recipe captures layer{'s' * (len(beyond) > 1)} {', '.join(beyond)}, but the target's layers are 0 "
+                f"to {layers - 1}",
+                "Choose among these, counted from 0, or leave captured out for the target's default.",
             )
 
     def unfit_for(self, target: TargetConfig) -> Iterator[Unfit]:

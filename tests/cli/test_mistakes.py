@@ -180,6 +180,7 @@ MISTAKES: list[tuple[str, str, int, tuple[str, ...]]] = [
     ("a Kimi-K3 head", "to-vllm nope out", 1, ("mla_use_nope",)),
     ("the target's number of layers", "to-vllm deep out", 1, ("num_hidden_layers", "--layers")),
     ("an output that exists", "to-vllm head gqa", 1, ("gqa", "exists")),
+    ("the output first", "to-vllm out head", 1, ("head already exists", "name it first", "out is no folder")),
     ("no output", "to-vllm head", 2, ("OUT", "The folder to write")),
     ("an argument too many", "inspect head gqa", 2, ("gqa", " inspect takes HEAD")),
     ("an output by an option", "to-vllm head -o out", 2, ("-o", "OUT is an argument", " to-vllm HEAD OUT")),

@@ -86,6 +86,7 @@ def test_a_recipe_takes_the_data_through_once_unless_it_says_otherwise(kimi, nam
         ({"attention": {"heads": 64}}, "attention"),
         ({"optimizer": "sgd"}, "optimizer"),
         ({"captured": [1, 29, 61]}, "captures layer 61, but the target's layers are 0 to 60"),
+        ({"captured": [1, 61, 90]}, "captures layers 61, 90, but"),
         ({"draft_vocab": 163840}, "draft_vocab is 163840"),
     ],
 )
