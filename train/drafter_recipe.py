@@ -148,8 +148,8 @@ class DrafterRecipe(ABC):
         if beyond := [str(layer) for layer in self.captured if layer >= layers]:
             yield Unfit(
                 "captured",
-                f"the recipe captures layer{'s' * (len(beyond) > 1)} {', '.join(beyond)}, but the target's layers are 0 "
-                f"to {layers - 1}",
+                f"the recipe captures layer{'s' * (len(beyond) > 1)} {', '.join(beyond)}, but the target's layers are "
+                f"0 to {layers - 1}",
                 "Choose among these, counted from 0, or leave captured out for the target's default.",
             )
 
