@@ -1,4 +1,4 @@
-"""Prompts that a head has not seen."""
+"""Prompts that a head or a quantized target has not seen."""
 
 from __future__ import annotations
 
@@ -90,12 +90,12 @@ def read_held_out(name: str) -> tuple[tuple[Prompt, ...], str]:
     return refuse_repeated(read_prompts(file), file), f"sha256:{file_digest(file)}"
 
 
-def refuse_overlap(digests: Iterable[str], head: Path, calibrated_on: Iterable[Path] = ()) -> None:
-    """Refuse prompts that a head was trained or calibrated on: figures on them do not generalize.
+def refuse_overlap(digests: Iterable[str], folder: Path, calibrated_on: Iterable[Path] = ()) -> None:
+    """Refuse prompts that a head or a target was trained or calibrated on: figures on them do not generalize.
 
     Args:
         digests: of the prompts, from `Prompt.digest`; "" if a prompt's text is unknown.
-        head: its folder, whose manifest may record its training and its calibration.
+        folder: of the head or target, whose manifest may record its training and its calibration.
         calibrated_on: further records of its calibration: states.json, kconv.json, any JSON with prompts' digests, or
             folders with one of the first two.
 
@@ -104,11 +104,11 @@ def refuse_overlap(digests: Iterable[str], head: Path, calibrated_on: Iterable[P
         NotACheckpoint, ConfigInvalid: a record cannot be read.
     """
     held_out = {digest[:KEPT] for digest in digests if digest}
-    manifest = head / MANIFEST
+    manifest = folder / MANIFEST
     for file in (*([manifest] if manifest.exists() else []), *find_records(calibrated_on)):
         value = read_json(file)
         own = file == manifest
-        found = _digests([value.get("training"), value.get("conversion")] if own else value)
+        found = _digests([value.get(part) for part in ("training", "conversion", "spec")] if own else value)
         known = {digest[:KEPT] for digest in found}
         if not known and not own:
             raise PromptsInvalid(
@@ -119,10 +119,10 @@ def refuse_overlap(digests: Iterable[str], head: Path, calibrated_on: Iterable[P
         both = sorted(held_out & known)
         if both:
             raise PromptsInvalid(
-                f"{len(both)} of {len(held_out)} prompts are among those that the head was trained or calibrated on "
+                f"{len(both)} of {len(held_out)} prompts are among those that this was trained or calibrated on "
                 f"({', '.join(digest[:12] for digest in both[:SHOWN])})",
                 where=file,
-                fix="Use prompts that the head has not seen.",
+                fix="Use other prompts.",
             )
 
 

@@ -32,7 +32,7 @@ from ..checkpoint.tensors import TORCH, read_rows
 from ..errors import InputScalesInvalid, OutputFailed, TargetInvalid
 from ..targets.config import TargetConfig, read_target_config
 from ..targets.model import EXPERTS, build_target, check_tensors, fill, refuse_by_layers
-from ..targets.prompts import read_prompts
+from ..targets.prompts import KEPT, read_prompts
 from ..targets.tokenizer import load_tokenizer
 from ..targets.weights import stored_weights
 from .calibration import CalibrationPrompts, TargetCalibration, identify, write_calibration
@@ -117,7 +117,12 @@ def read_sequences(
         for one in given
     ]
     sequences = [torch.tensor(ids) for ids in encoded]
-    return sequences, CalibrationPrompts(sha256=file_digest(prompts), count=len(given), tokens=sum(map(len, sequences)))
+    return sequences, CalibrationPrompts(
+        sha256=file_digest(prompts),
+        count=len(given),
+        tokens=sum(map(len, sequences)),
+        digests=tuple(prompt.digest[:KEPT] for prompt in given),
+    )
 
 
 def calibrate(

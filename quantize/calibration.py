@@ -40,11 +40,12 @@ class TargetIdentity(StrictModel):
 
 
 class CalibrationPrompts(StrictModel):
-    """The calibration text: the file's sha256, prompts and tokens."""
+    """The calibration text: the file's sha256, prompts and tokens, and the digest of each prompt."""
 
     sha256: str
     count: int
     tokens: int
+    digests: tuple[str, ...]
 
 
 class TargetCalibration(StrictModel):
@@ -101,11 +102,13 @@ class InputScales:
         description: for the manifest and the output's reader.
         amax: largest magnitude at each module's input, by its name in the text model; None if every scale is 1.0.
         prefix: of the names on disk.
+        digests: of the prompts, so that none is later used as held out.
     """
 
     description: str
     amax: Mapping[str, float] | None = field(default=None, repr=False)
     prefix: str = ""
+    digests: tuple[str, ...] = field(default=(), repr=False)
 
     def scales(self, modules: Collection[str]) -> dict[str, float]:
         """Return the input_scale of each module, by its name on disk, equal for modules that an engine fuses.
@@ -161,6 +164,7 @@ def from_calibration(file: Path, target: Checkpoint, config: TargetConfig) -> In
         f"calibrated on {prompts.count} prompts, {prompts.tokens} tokens (file sha256 {digest[:16]})",
         calibration.input_amax,
         config.prefix,
+        prompts.digests,
     )
 
 

@@ -86,7 +86,8 @@ def plan_in_memory(
     if prompts:
         digest = prompts.sha256[:16]
         said = f"calibrated by ModelOpt on {prompts.count} prompts, {prompts.tokens} tokens (file sha256 {digest})"
-    return plan_quantize(source, config, recipe, InputScales(said))
+    digests = prompts.digests if prompts else ()
+    return plan_quantize(source, config, recipe, InputScales(said, digests=digests))
 
 
 def quantize_in_memory(

@@ -153,6 +153,7 @@ def write_manifest(
             "quantized_modules": len(plan.modules),
             "mtp": _describe_mtp(plan),
             "plan": plan.key,
+            "prompts": [] if plan.recipe.weight_only else list(plan.inputs.digests),
             **made_by,
         },
         captured_by="",

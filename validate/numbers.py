@@ -192,7 +192,7 @@ def _quantization(noise: NoiseFigures | None, text: PerplexityFigures | None) ->
             ("the source's", f"{text.source:.4f}"),
             ("difference", f"{math.expm1(text.log_ratio):+.2%}{error}"),
             ("same most likely token", f"{text.top1:.2%} of {text.tokens:,} positions in {text.prompts} texts"),
-            ("activations", "not rounded: only the weights are quantized, without input_scale"),
+            ("activations", "rounded as an engine does, where a layer has an input_scale"),
         ]
     return rows
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ..checkpoint.bytes import Look
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.source import Folder, Source
 from ..errors import KconvError
 from ..measure.figures import AccuracyFigures, Figures
+from ..measure.held_out import HeldOut, refuse_overlap
 from .accuracy import judge_accuracy
 from .files import Say, check_manifest, check_origin, digests, uncollected, weight_files
 from .options import DEFAULTS, ValidateOptions
@@ -18,9 +18,6 @@ from .rules.comparisons import RULE
 from .rules.subject import ENGINES, run_rules
 from .rules.table import TARGET_RULES
 from .rules.target import TargetSubject
-
-if TYPE_CHECKING:
-    from ..measure.held_out import HeldOut
 
 
 def validate_target(
@@ -43,7 +40,12 @@ def validate_target(
         prompts: the options' held-out prompts.
         accuracy: what a harness measured of both.
         say: called with progress messages.
+
+    Raises:
+        PromptsInvalid: the target was calibrated on one of the prompts.
     """
+    if prompts is not None:
+        refuse_overlap((prompt.digest for prompt in prompts.prompts), checkpoint.folder)
     engines = options.runners or ENGINES
     subject = TargetSubject(checkpoint, frozenset(engines), not options.headers_only)
     provenance: dict[str, object] = {

@@ -66,7 +66,7 @@ def test_what_the_manifest_says_of_the_training_counts(head, prompts):
     """It keeps the beginnings of digests, as training may be on a million prompts."""
     digests = [prompt.digest for prompt in read_prompts(prompts)]
     (head / MANIFEST).write_text(json.dumps({"training": {"data": {"prompts": [digests[1][:16]]}}}))
-    with pytest.raises(PromptsInvalid, match="1 of 3 prompts are among those that the head was trained"):
+    with pytest.raises(PromptsInvalid, match="1 of 3 prompts are among those that this was trained"):
         refuse_overlap(digests, head)
     refuse_overlap([digests[0], digests[2]], head)
 

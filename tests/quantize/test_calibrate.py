@@ -20,7 +20,7 @@ KIMI = {
     "model_type": "kimi_k2", "hidden_size": 7168, "num_hidden_layers": 61, "vocab_size": 163840,
     "num_attention_heads": 64, "max_position_embeddings": 262144,
 }  # fmt: skip
-PROMPTS = CalibrationPrompts(sha256="0" * 64, count=2, tokens=0)
+PROMPTS = CalibrationPrompts(sha256="0" * 64, count=2, tokens=0, digests=())
 
 
 def sequences(count=3):

@@ -27,12 +27,14 @@ from kconv.validate.report import read_report
 # The others are refused by name, see tests/targets/test_families.py.
 KINDS = tuple(kind for kind in MODELS if kind not in ("gpt_oss", "qwen3_vl"))
 TEXT = "Return the sum of two numbers, and no more. Raise ValueError if one of them is not a number."
+HELD_OUT = "Return a list of the names in a folder. Raise OSError if there is no such folder."
 
 
 @pytest.fixture(scope="module")
 def folders(tiny_target, tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("families")
-    (root / "prompts.jsonl").write_text(json.dumps({"prompt": TEXT}) + "\n")
+    for name, text in (("prompts", TEXT), ("held-out", HELD_OUT)):
+        (root / f"{name}.jsonl").write_text(json.dumps({"prompt": text}) + "\n")
     return {kind: write_target(root / kind, kind, tiny_target, None) for kind in (*KINDS, "gpt_oss")}
 
 
@@ -46,7 +48,8 @@ def test_it_is_calibrated_quantized_and_measured_as_transformers_runs_it(kind, f
     folder, prompts = folders[kind], folders[kind].parent / "prompts.jsonl"
     run("calibrate", folder, tmp_path / "amax.json", "--prompts", prompts)
     run("quantize", folder, tmp_path / "out", "--recipe", "nvfp4", "--input-scale", tmp_path / "amax.json")
-    run("validate", tmp_path / "out", "--source", folder, "--prompts", prompts, "--out", tmp_path / "report")
+    held_out = prompts.with_stem("held-out")
+    run("validate", tmp_path / "out", "--source", folder, "--prompts", held_out, "--out", tmp_path / "report")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     seen: dict[str, float] = {}
 
@@ -58,9 +61,12 @@ def test_it_is_calibrated_quantized_and_measured_as_transformers_runs_it(kind, f
             module.register_forward_pre_hook(see(f"model.{name}"))
         elif name.endswith(".experts"):
             module.register_forward_pre_hook(see(f"model.{name}.0.up_proj"))
-    ids = torch.tensor([load_tokenizer(folder).encode(TEXT)])
+    tokenizer = load_tokenizer(folder)
+    ids = torch.tensor([tokenizer.encode(HELD_OUT)])
     with torch.no_grad():
         logits = model(ids).logits[0, :-1]
+        seen.clear()
+        model(torch.tensor([tokenizer.encode(TEXT)]))
     found = read_calibration(tmp_path / "amax.json").input_amax
     assert seen and {name: found[name] for name in seen} == pytest.approx(seen, rel=1e-4)
     text = read_report(tmp_path / "report").figures.perplexity

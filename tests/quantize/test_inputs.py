@@ -42,7 +42,7 @@ def calibrated(forms, tmp_path):
         names = [n.removesuffix(".weight") for n in checkpoint.tensors if n.endswith("_proj.weight")]
         amax = {name: 1.0 + i / 64 for i, name in enumerate(sorted(names))}
         change(amax)
-        prompts = CalibrationPrompts(sha256="0" * 64, count=3, tokens=99)
+        prompts = CalibrationPrompts(sha256="0" * 64, count=3, tokens=99, digests=())
         held = TargetCalibration(target=identify(checkpoint, config), prompts=prompts, input_amax=amax)
         file = tmp_path / "calibration.json"
         file.unlink(missing_ok=True)

@@ -19,7 +19,7 @@ from kconv.quantize.recipe import load_recipe, parse_recipe
 from kconv.targets.config import parse_target_config
 
 TEXTS = ("Return the sum of two numbers, of whatever type.", "A list of names and their places.", "def f(x): return x")
-PROMPTS = CalibrationPrompts(sha256="0" * 64, count=4, tokens=160)
+PROMPTS = CalibrationPrompts(sha256="0" * 64, count=4, tokens=160, digests=("0" * 16,))
 
 
 def batches():

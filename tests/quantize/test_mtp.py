@@ -180,7 +180,8 @@ def test_it_is_calibrated_quantized_measured_and_on_the_card(source, tmp_path):
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "Return the sum of two numbers, no more."}) + "\n")
     run("calibrate", folder, tmp_path / "amax.json", "--prompts", tmp_path / "prompts.jsonl")
     run("quantize", folder, out, "--recipe", "nvfp4-mlp", "--input-scale", tmp_path / "amax.json")
-    run("validate", out, "--source", folder, "--prompts", tmp_path / "prompts.jsonl", "--out", tmp_path / "report")
+    (tmp_path / "held-out.jsonl").write_text(json.dumps({"prompt": "Return the product of two numbers."}) + "\n")
+    run("validate", out, "--source", folder, "--prompts", tmp_path / "held-out.jsonl", "--out", tmp_path / "report")
     assert "MTP" in run("inspect", out) and f"{LAYER} (" in run("inspect", out)
     # It lacks a license and a base model, and says so.
     CliRunner().invoke(main, ["card", str(out), "--report", str(tmp_path / "report"), "--out", str(tmp_path / "card")])

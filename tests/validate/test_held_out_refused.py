@@ -98,3 +98,14 @@ def test_a_target_that_does_not_fit_is_refused_before_anything_is_fetched(words,
     done = CliRunner().invoke(main, [str(paths.get(word, word)) for word in words])
     assert done.exit_code == 1 and "of memory as float32" in done.output
     assert fetched == []
+
+
+def test_prompts_that_the_target_was_calibrated_on(pair, prompts, tmp_path):
+    calibration, out = tmp_path / "calibration.json", tmp_path / "out"
+    kconv.calibrate(pair[0], calibration, prompts=prompts)
+    kconv.quantize(pair[0], out, recipe="nvfp4-mlp", input_scale=calibration)
+    with pytest.raises(PromptsInvalid, match="1 of 1 prompts are among those that this was trained or calibrated on"):
+        kconv.validate(out, source=pair[0], prompts=prompts)
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"prompt": "Return the product of two numbers."}\n')
+    assert kconv.validate(out, source=pair[0], prompts=other).figures.perplexity is not None

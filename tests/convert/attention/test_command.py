@@ -85,7 +85,7 @@ def test_a_gqa_head_as_mla_and_back(heads, prompts, tiny_target, tmp_path):
     assert len(record.calibration_sha256) == 64 and record.calibration == "prompts.jsonl"
     assert record.held_out["kept"] > 0 and record.held_out["sequences"] >= 8
     measure = ("validate", tmp_path / "mla", "--target", tiny_target, "--prompts", prompts, "--new-tokens", 8)
-    assert "30 of 30 prompts are among those that the head was trained or calibrated on" in run(
+    assert "30 of 30 prompts are among those that this was trained or calibrated on" in run(
         *measure, fails=PromptsInvalid
     )
     actions = {step.output.name: step.action for step in manifest.tensors}
