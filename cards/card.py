@@ -23,8 +23,8 @@ from ..escape import command
 from ..validate.report import Report, read_report
 from .evidence import CONFIG, Evidence, HeadIdentity, Said, foreign, identify
 from .facts import Facts
-from .front_matter import CARD, front_matter
-from .licenses import SOURCE_LICENSE, find_texts, given_texts, license_files, of_target, unstated_text
+from .front_matter import CARD, front_matter, read_card, read_front_matter
+from .licenses import SOURCE_LICENSE, find, find_texts, given_texts, license_files, of_target, unstated_text
 from .quickstart import starts
 from .sections import CHART, attribution, changed, figures, known, render, subcards
 from .target_card import TEMPLATE, is_target
@@ -100,7 +100,7 @@ def gather(
         for evidence in bound:
             _refuse_foreign(evidence, head, folder)
     targets = find_texts([target]) if target else ()
-    stated = facts.license.target or (targets[0].license.id if targets else None)
+    stated = facts.license.target or (targets[0].license.id if targets else _named(target) if target else None)
     # The target's folder shows which license it has, or its name, or a text that the user names.
     given, theirs = given_texts(license_files, facts.license.id, of_target(stated, facts.base_model))
     if theirs:
@@ -114,6 +114,13 @@ def gather(
     of_the_target = _config(folder if is_target(manifest) else target)
     own_code = needs_code(of_the_target, _config(folder) or {}, facts.base_model or "")
     return Evidence(folder, facts, manifest, report, tuple(acceptance), own_code, texts, unstated)
+
+
+def _named(folder: Path) -> str | None:
+    """Return the license that a folder's own card names, if kconv knows it."""
+    front = read_front_matter(read_card(folder))
+    named = find(front.license_name or front.license)
+    return named.id if named else None
 
 
 def _config(folder: Path | None) -> Mapping[str, Any] | None:

@@ -8,6 +8,7 @@ pieces of whole texts, so that logits over a large vocabulary are in memory for 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -167,11 +168,14 @@ def check_amount(shapes: Sequence[tuple[int, int]], parts: Sequence[Part], spec:
             fix=f"Use more text: at least {-(-needed * PARTS // ((PARTS - 2) * STEPS)):,} tokens, better ten times "
             "that.",
         )
-    if not {"choose", "held-out"} <= set(parts):
+    counts: Counter[Part] = Counter()
+    for (texts, _), part in zip(shapes, parts, strict=True):
+        counts[part] += texts
+    # A single one has no standard error.
+    if counts["choose"] < 1 or counts["held-out"] < 2:
         raise CalibrationInvalid(
-            f"there is too little text to keep a part of it for measuring: {len(shapes)} batch"
-            f"{'es' * (len(shapes) != 1)}, at least {PARTS} prompts are needed, and every tenth must together fill "
-            "a batch",
+            f"there is too little text to keep a part of it for measuring: of each {PARTS} prompts one chooses and one "
+            f"measures, which gives {counts['choose']} and {counts['held-out']} texts; 1 and 2 are needed",
             where=name,
             fix="Use more text: --states of more prompts, or more --prompts, or a shorter --context.",
         )

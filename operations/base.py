@@ -245,6 +245,11 @@ def first_wrong(cls: type[Operation], error: ValidationError) -> str:
     message = in_words(found)
     if found["type"] == "extra_forbidden":
         name = str(found["loc"][0])
+        if "set" in cls.model_fields:
+            from ..train.recipe import find_key
+
+            if key := find_key(name):
+                return f"there is no option {flag(name)}; did you mean {key}, a key of {flag('set')}?"
         close = get_close_matches(name, map(plain_name, cls.model_fields), n=1)
         return f"there is no option {flag(name)}" + (f"; did you mean {close[0]}?" if close else "")
     if not found["loc"]:

@@ -40,7 +40,7 @@ from .data import Placed, TextRows, map_draft_vocab, place_rows, prepare_dialogu
 from .drafter_recipe import DrafterRecipe
 from .feed import Offline, StatesSource, keep_read_again, online_states
 from .options import TrainOptions
-from .recipe import check_keys, complete
+from .recipe import check_keys, complete, with_defaults
 
 
 def place() -> tuple[int, int]:
@@ -279,7 +279,7 @@ def offline_job(
     """
     stored = open_states(folder, config=config)
     if init_from is None:
-        values = {"captured": list(stored.record.captured), **values}
+        values = with_defaults(values, {"captured": list(stored.record.captured)})
     check_job(values, config, init_from)
     spec, rank = init_from.spec if init_from else None, place()[0]
     # The layers that the recipe wants, in its order.

@@ -219,6 +219,12 @@ class Stated(dict[str, Any]):
         return f"{self.name}:{line}" if line else self.name
 
 
+def with_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a recipe's keys, and `defaults` for those that it leaves out; a file's keys stay a file's."""
+    whole = {**defaults, **values}
+    return Stated(whole, values.name, values.text, values.settings) if isinstance(values, Stated) else whole
+
+
 def _where(values: Mapping[str, Any]) -> Where:
     return values.where if isinstance(values, Stated) else lambda _: ""
 
@@ -373,6 +379,11 @@ def keys_of(kind: type[DrafterRecipe]) -> tuple[str, ...]:
     return (*kind.SHORT, "passes", *(field.name for field in fields(kind)))
 
 
+def find_key(name: str) -> str | None:
+    """Return the key of any recipe that a name stands for, as kconv or another trainer calls it."""
+    return next((name for kind in RECIPES.values() if name in keys_of(kind)), OTHER_KEYS.get(name))
+
+
 def check_keys(values: Mapping[str, Any]) -> None:
     """Raise RecipeInvalid for unknown keys, values of a wrong type and keys that contradict each other.
 
@@ -468,7 +479,7 @@ def complete(
         raise RecipeInvalid(
             f"the rate would rise for {recipe.warmup:,} steps, but the run has {recipe.steps:,}",
             where=where(("warmup",)),
-            fix="Lower warmup, or use more data or passes.",
+            fix="Lower it (--set warmup=N), or use more data or passes.",
         )
     return recipe
 

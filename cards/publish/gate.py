@@ -74,6 +74,11 @@ def _has_acceptance(candidate: Candidate) -> bool:
     return bool(candidate.acceptance)
 
 
+def _names_a_target(candidate: Candidate) -> bool:
+    """Whether the acceptance says on which Hub model it was measured: a folder's name says nothing."""
+    return any(HUB_ID.fullmatch(row.target or "") for found in candidate.acceptance.values() for row in found.rows)
+
+
 def _manifest(candidate: Candidate) -> Iterator[Found]:
     try:
         with naming_originals(candidate.folder, candidate.origin, {}):
@@ -410,7 +415,7 @@ CHECKS = (
         "The acceptance was measured on the card's base model.",
         "Write the card again with the right --base-model, or measure on that target.",
         _measured_on,
-        asked_of=_has_acceptance,
+        asked_of=_names_a_target,
     ),
 )
 

@@ -120,6 +120,16 @@ def test_l3_the_targets_license_is_owed_where_its_weights_are_in_the_file(output
     assert {where for severity, rule, where in found(output) if (severity, rule) == ("error", "L3")} == owed
 
 
+def test_a_target_without_a_license_text_has_the_license_that_its_own_card_names(output):
+    folder = target(output.parent)
+    (folder / "LICENSE").unlink()
+    (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n# A target\n")
+    unstated = FACTS.model_copy(update={"license": LicenseFacts(id="nvidia-open-model-license")})
+    assert gather(output, None, unstated, target=folder).facts.license.target == "apache-2.0"
+    (folder / "LICENSE").write_text(KIMI)
+    assert gather(output, None, unstated, target=folder).facts.license.target == "modified-mit"
+
+
 def test_l3_the_name_is_the_targets_own(output):
     make(output, LICENSE=NVIDIA)
     notice = (output / "NOTICE").read_text()

@@ -26,7 +26,15 @@ from support.releases import FLOOR, REPO, SUITE, make_inexact, write_acceptance,
 from support.releases import write_release as write_named
 
 from kconv.cards.publish.floor import Floor, read_floor
-from kconv.cards.publish.gate import CHECKS, MANIFEST_HOLDS, Allowance, judge, record_exceptions, written_for
+from kconv.cards.publish.gate import (
+    CHECKS,
+    MANIFEST_HOLDS,
+    Allowance,
+    checks_of,
+    judge,
+    record_exceptions,
+    written_for,
+)
 from kconv.cards.publish.options import PublishOptions
 from kconv.cards.publish.release import open_candidate, write_release
 from kconv.cards.publish.run import approve, prepare
@@ -124,6 +132,14 @@ def test_figures_of_several_files_count_and_stand_on_the_card(folder):
     assert list(candidate(folder).acceptance) == ["acceptance.json", "acceptance-1.json"]
     set_floor(folder, **SUITE | {"suite": "SPEED-Bench"}, prompts=80)
     assert found(folder) == []
+
+
+def test_a_folder_on_which_figures_were_measured_is_no_witness_of_the_base_model(folder):
+    asked = []
+    for target in ("org/target@main", "target"):
+        write_acceptance(folder, target=target)
+        asked.append({check.id for check in checks_of(open_candidate(folder, None, (), None))})
+    assert asked[0] - asked[1] == {"P117"}
 
 
 def test_quoted_figures_alone_name_no_weights_and_need_none(folder):

@@ -111,6 +111,7 @@ def read_folder(folder: Path) -> dict[str, bytes]:
 
 WRONG: dict[str, tuple[str, tuple[str, ...], dict[str, Any], str]] = {
     "option does not exist": ("inspect", ("head",), {"speed": 1}, "no option speed="),
+    "a recipe's key": ("train", ("target", "out"), {"recipe": "dflash", "steps": 2}, "steps, a key of set="),
     "a value that cannot be": ("validate", ("head",), {"draft_tokens": 99}, "invalid value for draft_tokens=:"),
     "an option without the one it goes with": ("convert", ("head", "out"), {"to": "vllm", "heal": 3}, "heal=: only"),
     "a layout that is none": ("convert", ("head", "out"), {"to": "gguf"}, "to='gguf' is not one of"),

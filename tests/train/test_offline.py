@@ -20,6 +20,7 @@ from kconv.tiny.text import read_corpus
 from kconv.train.data import place_sequences
 from kconv.train.feed import Online
 from kconv.train.job import TrainJob, offline_job
+from kconv.train.recipe import read_recipe_file
 from kconv.train.run import train
 
 VALUES = {
@@ -174,6 +175,12 @@ def test_layers_that_were_not_stored_are_refused(tiny_target, states):
     config, tokenizer = read_target_config(tiny_target), load_tokenizer(tiny_target)
     with pytest.raises(StatesInvalid, match="layers"):
         offline_job(tiny_target, config, tokenizer, VALUES | {"captured": [0, 3, 5]}, states, None)
+
+
+def test_a_recipe_of_kconv_s_warms_up_for_a_tenth_of_a_short_run_over_states(tiny_target, states):
+    config, tokenizer = read_target_config(tiny_target), load_tokenizer(tiny_target)
+    values = read_recipe_file("eagle3-gqa") | {"seq": 64, "batch": 2, "steps": 20}
+    assert offline_job(tiny_target, config, tokenizer, values, states, None).recipe.warmup == 2
 
 
 def test_states_of_another_target_are_refused(tiny_target, states):

@@ -16,10 +16,14 @@ from support.heads import GQA, MLA, TARGET
 from support.published import EAGLE3
 from support.validated import validate
 
-from kconv.checkpoint.manifest import Hints
+from kconv.checkpoint.folder import open_checkpoint
+from kconv.checkpoint.manifest import ConversionRecord, Hints
 from kconv.checkpoint.source import Folder
+from kconv.convert.execute import execute
+from kconv.convert.plan import plan
+from kconv.convert.read import read_head
 from kconv.drafters.spec import Linear, Rope, Yarn
-from kconv.engines import BY_NAME
+from kconv.engines import BY_NAME, by_name
 from kconv.validate.options import ValidateOptions
 from kconv.validate.report import Finding, Report
 from kconv.validate.rules.table import HEAD_RULES, all_rules
@@ -43,6 +47,21 @@ def test_a_name_that_one_engine_does_not_read_concerns_that_engine_alone(tmp_pat
     assert [finding.engines for finding in of(report, "K131")] == [("trtllm",)]
     told = {verdict.engine: verdict.errors for verdict in report.verdicts}
     assert told["vLLM"] == 0 < told["TensorRT-LLM"]
+
+
+def test_an_mla_head_without_its_targets_scaling_lost_it_unless_a_conversion_fitted_it(tmp_path):
+    yarn = {"type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096}
+    target = TARGET | {"kv_lora_rank": 16, "rope_scaling": yarn}
+    fault = Fault("", "", good("vllm", replace(MLA, rope=Rope(50000.0))), target=target)
+    folder = fault.write(tmp_path / "head")
+    assert [finding.severity for finding in of(fault.validate(folder), "K165")] == ["warning"]
+    out = tmp_path / "converted" / "head"
+    manifest = execute(plan(read_head(open_checkpoint(folder)), by_name("vllm")), out)
+    record = ConversionRecord(
+        method="", calibration="", calibration_sha256="", sequences=2, context=8, rows=8, heal_steps=0, held_out={}
+    )
+    (out / "kconv.json").write_text(manifest.model_copy(update={"conversion": record}).model_dump_json(by_alias=True))
+    assert [finding.severity for finding in of(fault.validate(out), "K165")] == ["note"]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)

@@ -118,7 +118,7 @@ RULES: tuple[Rule[Any], ...] = (
         "keeps-less-than-stated",
         "error",
         "An approximate head retains less acceptance than its manifest states. The difference is more than the "
-        "standard error. It is not the head that was measured.",
+        "standard error. It is not the head that was measured, or it was measured on another target.",
         AGAIN,
     ),
     Rule(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ...checkpoint.bytes import Look, Wanted, read_integers
 from ...checkpoint.folder import Checkpoint
 from ...checkpoint.header import TensorInfo
-from ...checkpoint.manifest import Hints
+from ...checkpoint.manifest import MANIFEST, Hints, Manifest, read_manifest
 from ...checkpoint.values import FLOAT_BITS, Values
 from ...convert.read import Head, HeadReading, read, rows_of
 from ...convert.shared import SharedTensors
@@ -104,6 +104,14 @@ class HeadSubject(Subject):
                 return MISSING
             place = place[part]
         return place
+
+    @cached_property
+    def manifest(self) -> Manifest | None:
+        """The head's kconv.json; None if there is none, or if it is broken, which another rule reports."""
+        try:
+            return read_manifest(self.checkpoint.folder) if (self.checkpoint.folder / MANIFEST).exists() else None
+        except KconvError:
+            return None
 
     @property
     def is_mla(self) -> bool:

@@ -56,7 +56,9 @@ def rope_not_the_targets(subject: HeadSubject) -> Iterator[Found]:
     if theirs != own:
         message, severity = f"the head has {own}; the target has {theirs}", None
         # Trainers build MLA heads from the target's config; what lacks its scaling most likely lost it.
-        if subject.is_mla and "kv_lora_rank" in subject.target.text and theirs.scaling and not own.scaling:
+        lost = subject.is_mla and "kv_lora_rank" in subject.target.text and theirs.scaling and not own.scaling
+        # One that kconv converted to MLA has the RoPE that was fitted.
+        if lost and not (subject.manifest and subject.manifest.conversion):
             message, severity = f"{message}, as MLA heads of such targets do", "warning"
         yield Found("config.json", message, severity=severity)
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations
 from math import prod
-from pathlib import Path
 
 import numpy as np
 
 from ...checkpoint.bytes import read_floats, row_bytes, same_bytes
 from ...checkpoint.header import TensorInfo
-from ...checkpoint.manifest import MANIFEST, read_manifest
+from ...checkpoint.manifest import MANIFEST
 from ...checkpoint.values import BEFORE_IT_BROKE
 from ...convert.provenance import read_provenance
 from ...convert.shared import OWN_EMBEDDING, SLOTS, find_displaced, measure_likeness
@@ -25,7 +23,7 @@ from ...rule import EVERY_FAMILY, Found, Rule
 from .head import HeadSubject, engine_layouts
 
 # Rows of two matrices that have nothing to do with each other have a mean cosine of 0; of fine-tunes of one target, 1.
-UNRELATED = 0.1
+UNRELATED = 0.9
 # Norms of rows and columns that spread by at most this much more than those of independent numbers.
 LIKENESS = 0.5
 # Kurtosis of a uniform and a normal distribution is 1.8 and 3.
@@ -134,20 +132,17 @@ def rows_never_filled(subject: HeadSubject) -> Iterator[Found]:
         yield Found(info.name, f"{empty} of {info.shape[0]} rows are zero")
 
 
-def _is_stock(folder: Path) -> bool:
+def _is_stock(subject: HeadSubject) -> bool:
     """Return whether kconv trained a head with ModelOpt's own decoder layer."""
-    try:
-        training = read_provenance(folder).training or {}
-    except KconvError:  # which checking the manifest reports
-        return False
-    return training.get("recipe", {}).get("decoder_layer") == "stock"
+    training = subject.manifest and subject.manifest.training
+    return bool(training) and training.get("recipe", {}).get("decoder_layer") == "stock"
 
 
 def normed_twice(subject: HeadSubject) -> Iterator[Found]:
     folder = subject.checkpoint.folder
     of_kconv = (folder / TRAINED_BY_KCONV).exists() or (folder / MANIFEST).exists()
     of_modelopt = subject.layout is not None and subject.layout.name == "modelopt" and not of_kconv
-    if not of_modelopt and not _is_stock(folder):
+    if not of_modelopt and not _is_stock(subject):
         return
     name = subject.slots.get("0.input_layernorm", "")
     weight = _vector(subject, name)
@@ -220,12 +215,9 @@ def rows_displaced(subject: HeadSubject) -> Iterator[Found]:
 
 def unrelated_to_target(subject: HeadSubject) -> Iterator[Found]:
     asked = {subject.slots.get("embed_tokens")}
-    if (subject.checkpoint.folder / MANIFEST).exists():
+    if subject.manifest is not None:
         # What was the target's at the conversion is the target's still.
-        with suppress(KconvError):
-            asked |= {
-                step.output.name for step in read_manifest(subject.checkpoint.folder).tensors if step.action == "added"
-            }
+        asked |= {step.output.name for step in subject.manifest.tensors if step.action == "added"}
     for own, theirs, ids in _beside_target(subject):
         if own.name not in asked or find_displaced(own, theirs, ids):
             continue
@@ -393,7 +385,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K219",
         "unrelated-to-target",
         "warning",
-        "The head's embedding, or an lm_head that kconv added, has nothing in common with the target's. It was"
+        "The head's embedding, or an lm_head that kconv added, has little in common with the target's. It was"
         " never filled, or the head belongs to another target.",
         fix="Give the target that it was trained for, or export the head with the embedding that it was trained"
         " with. No action is needed if its trainer trained an embedding of its own.",

@@ -34,7 +34,7 @@ def test_too_few_rows_are_refused_with_what_would_do(make_calibration, gqa_spec)
 
 
 def test_enough_rows_in_too_few_batches_leave_nothing_to_measure_on(make_calibration, gqa_spec):
-    with pytest.raises(CalibrationInvalid, match="at least 10 prompts"):
+    with pytest.raises(CalibrationInvalid, match="which gives 0 and 0 texts"):
         check_calibration(make_calibration(gqa_spec, batches=4, rows=8), gqa_spec)
 
 
@@ -76,6 +76,8 @@ def test_what_leaves_nothing_to_choose_or_measure_on_is_refused_by_its_sizes(gqa
     for parts in (("fit", "choose", "choose"), ("fit", "held-out", "held-out")):
         with pytest.raises(CalibrationInvalid, match="too little text to keep a part of it"):
             check_amount(shapes, parts, gqa_spec, "text")
+    with pytest.raises(CalibrationInvalid, match="gives 8 and 1 texts; 1 and 2 are needed"):
+        check_amount([(8, 64), (8, 64), (1, 64)], ("fit", "choose", "held-out"), gqa_spec, "text")
 
 
 def test_batches_come_to_where_lm_head_lies(make_calibration, gqa_spec):
