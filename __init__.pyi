@@ -893,7 +893,7 @@ def publish(
         temperature: Its temperature.
         draft_tokens: Its K.
         min_prompts: Fewest prompts.
-        max_loss: Largest loss against the source, as a share.
+        max_loss: Largest loss against the source, as a share: 0.01 is 1 %.
         allow: Let a check pass; repeatable.
         out: A new folder for the record of the publication.
     """

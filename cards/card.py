@@ -294,7 +294,7 @@ def _refuse_foreign(evidence: Report | AcceptanceFile, head: HeadIdentity, folde
         raise ReportInvalid(
             f"the {what}, made of {of}, belongs to {other}",
             where=folder,
-            fix=f"Run kconv validate {folder} or kconv bench --head {folder}, and pass its output.",
+            fix="Run kconv validate or kconv bench on this folder, and pass its output.",
         )
 
 

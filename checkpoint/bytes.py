@@ -168,6 +168,24 @@ def read_integers(info: TensorInfo) -> np.ndarray:
     return np.frombuffer(b"".join(map(bytes, stream(info))), INTEGERS[info.dtype]).reshape(info.shape)
 
 
+def first_bytes(tensors: Iterable[TensorInfo], count: int) -> dict[str, bytes]:
+    """Read the first bytes of many tensors, at most `count` of each, by their names.
+
+    Raises:
+        NotACheckpoint: a file cannot be read.
+    """
+    of_file: dict[Path, list[TensorInfo]] = {}
+    for info in tensors:
+        of_file.setdefault(info.file, []).append(info)
+    found: dict[str, bytes] = {}
+    for file, own in of_file.items():
+        with _readable(file), file.open("rb", buffering=0) as opened:
+            for info in own:
+                opened.seek(info.begin)
+                found[info.name] = opened.read(min(count, info.size))
+    return found
+
+
 def row_bytes(info: TensorInfo, rows: Sequence[int] | np.ndarray) -> np.ndarray:
     """Read some rows of a matrix, without the rest: [n, bytes of a row], row k being the matrix's row `rows[k]`.
 

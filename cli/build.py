@@ -241,7 +241,7 @@ class InWords:
         high = "" if self.max is None else f"{'below' if self.max_open else 'at most'} {self.max}"
         if not (self.min_open or self.max_open) and low and high:
             return f"{self.min} to {self.max}"
-        return ", ".join(filter(None, (low, high)))
+        return " and ".join(filter(None, (low, high)))
 
 
 class Whole(InWords, click.IntRange):

@@ -225,9 +225,14 @@ class Train(Operation, TrainOptions):
             self._check_recipe(context)
 
     def _values(self, context: Context) -> Mapping[str, Any]:
-        from ..train.recipe import read_recipe_file
+        """Return the recipe's keys; captured layers that it does not state come from the states, if they are there."""
+        from ..targets.states import RECORD, read_record
+        from ..train.recipe import read_recipe_file, with_defaults
 
-        return read_recipe_file(str(context.path(self.recipe))) | self.set
+        values = read_recipe_file(str(context.path(self.recipe))) | self.set
+        if self.states is None or self.init_from or not (context.path(self.states) / RECORD).exists():
+            return values
+        return with_defaults(values, {"captured": list(read_record(context.path(self.states)).captured)})
 
     def _check_recipe(self, context: Context) -> None:
         """Refuse a recipe or a head to continue from that does not fit the target, before anything slow is loaded."""

@@ -12,7 +12,7 @@ import torch
 from blake3 import blake3
 from pydantic import Field
 
-from ..checkpoint.bytes import file_digest
+from ..checkpoint.bytes import file_digest, first_bytes
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.formats import fused_group, is_scale
 from ..checkpoint.header import TensorInfo
@@ -30,13 +30,17 @@ class TargetIdentity(StrictModel):
 
     Attributes:
         hidden, layers, vocab: its dims.
-        norm: blake3 of the final norm's values in bf16: no form quantizes it, and every training changes it.
+        norm: blake3 of the final norm's values in bf16: no form quantizes it, and most training changes it.
+        form: blake3 of the tensors' names, dtypes and shapes. Two targets of one form are compared by `weights` too.
+        weights: blake3 of the first bytes of each tensor: LoRA leaves the norms as they are.
     """
 
     hidden: int
     layers: int
     vocab: int
     norm: str
+    form: str
+    weights: str
 
 
 class CalibrationPrompts(StrictModel):
@@ -64,6 +68,9 @@ class TargetCalibration(StrictModel):
     input_amax: dict[str, float]
 
 
+SAMPLED = 64  # bytes of each tensor: 16 MB of 250,000
+
+
 def identify(target: Checkpoint, config: TargetConfig) -> TargetIdentity:
     norm = target.tensors.get(f"{config.prefix}model.norm.weight")
     if norm is None:
@@ -74,7 +81,20 @@ def identify(target: Checkpoint, config: TargetConfig) -> TargetIdentity:
         )
     values = read_tensor(norm).bfloat16().contiguous()
     digest = blake3(values.view(torch.uint8).numpy().data).hexdigest()
-    return TargetIdentity(hidden=config.hidden, layers=config.layers, vocab=config.vocab, norm=digest)
+    tensors = [target.tensors[name] for name in sorted(target.tensors)]
+    form, weights = blake3(), blake3()
+    first = first_bytes(tensors, SAMPLED)
+    for info in tensors:
+        form.update(repr((info.name, info.dtype, info.shape)).encode())
+        weights.update(first[info.name])
+    return TargetIdentity(
+        hidden=config.hidden,
+        layers=config.layers,
+        vocab=config.vocab,
+        norm=digest,
+        form=form.hexdigest(),
+        weights=weights.hexdigest(),
+    )
 
 
 def read_calibration(file: Path) -> TargetCalibration:
@@ -150,10 +170,12 @@ def data_free() -> InputScales:
 def from_calibration(file: Path, target: Checkpoint, config: TargetConfig) -> InputScales:
     """Return the scales from a calibration of exactly this target."""
     calibration, own = read_calibration(file), identify(target, config)
-    differing = [name for name, value in own if getattr(calibration.target, name) != value]
+    theirs = calibration.target
+    compared = ("hidden", "layers", "vocab", "norm", *(["weights"] if own.form == theirs.form else []))
+    differing = [name for name in compared if getattr(theirs, name) != getattr(own, name)]
     if differing:
         raise InputScalesInvalid(
-            f"{file.name} belongs to another target, with a different {' and '.join(differing)}",
+            f"{file.name} belongs to another target, which has not the same {' and '.join(differing)}",
             where=file,
             fix="Calibrate this target, or pass --input-scale data-free.",
         )

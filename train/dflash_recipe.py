@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ..drafters.dflash import Confidence, DFlashSpec, Markov
 from ..drafters.dflash_captured import guessed
@@ -13,8 +13,12 @@ from ..errors import RecipeInvalid
 from ..targets.config import TargetConfig
 from .drafter_recipe import DrafterRecipe, Sizes, Unfit, Where, fewer_kv_heads, refuse_unlike, target_theta, wrong_heads
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 # Of the drafter: ModelOpt's default.
 LAYERS = 5
+UNUSED = "Use the id of a token that no text has."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +68,12 @@ class BlockRecipe(DrafterRecipe):
             yield Unfit(
                 "mask",
                 f"mask is {self.mask}, but the target's embedding has {vocab} rows",
-                "Use the id of a token that no text has.",
+                UNUSED,
             )
+
+    def unfit_for_text(self, ids: Tensor) -> Iterator[Unfit]:
+        if found := int((ids == self.mask).sum()):
+            yield Unfit("mask", f"mask is {self.mask}, which the text has {found:,} times", UNUSED)
 
     def unfit_for(self, target: TargetConfig) -> Iterator[Unfit]:
         yield from super().unfit_for(target)
@@ -73,7 +81,7 @@ class BlockRecipe(DrafterRecipe):
             yield Unfit(
                 "mask",
                 f"mask is {self.mask}, which begins, ends or pads the target's texts",
-                "Use the id of a token that no text has.",
+                UNUSED,
             )
         if self.rope != Rope(target_theta(target)):
             yield Unfit(

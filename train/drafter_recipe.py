@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import ConfigDict
 
@@ -14,6 +14,9 @@ from ..drafters.rope_keys import read_rope
 from ..drafters.spec import Gqa, Rope
 from ..errors import RecipeInvalid
 from ..targets.config import TargetConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Where = Callable[[Sequence[str | int]], str]
 """Returns where a key of a recipe comes from; see `recipe.Stated.where`."""
@@ -156,6 +159,10 @@ class DrafterRecipe(ABC):
     def unfit_for(self, target: TargetConfig) -> Iterator[Unfit]:
         """Yield why the recipe does not fit a target."""
         yield from self.unfit(target.layers, target.vocab)
+
+    def unfit_for_text(self, ids: Tensor) -> Iterator[Unfit]:
+        """Yield why the recipe does not fit a text, [N, T] ids."""
+        yield from ()
 
     @classmethod
     def contradictions(cls, stated: Mapping[str, Any]) -> Iterator[Unfit]:

@@ -40,7 +40,7 @@ from .data import Placed, TextRows, map_draft_vocab, place_rows, prepare_dialogu
 from .drafter_recipe import DrafterRecipe
 from .feed import Offline, StatesSource, keep_read_again, online_states
 from .options import TrainOptions
-from .recipe import check_keys, complete, with_defaults
+from .recipe import check_fit, check_keys, complete, where_of, with_defaults
 
 
 def place() -> tuple[int, int]:
@@ -252,6 +252,7 @@ def online_job(
         pack=values.get("pack", DrafterRecipe.pack),
     )
     recipe = complete(values, config, len(prepared.text.ids), init_from.spec if init_from else None)
+    check_fit(recipe.unfit_for_text(prepared.text.ids), where_of(values))
 
     def states() -> tuple[StatesSource, StatesSource]:
         model: Any = load_target(target, TORCH[recipe.dtype])

@@ -225,7 +225,8 @@ def with_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Map
     return Stated(whole, values.name, values.text, values.settings) if isinstance(values, Stated) else whole
 
 
-def _where(values: Mapping[str, Any]) -> Where:
+def where_of(values: Mapping[str, Any]) -> Where:
+    """Return a function that says where a key of a recipe stands."""
     return values.where if isinstance(values, Stated) else lambda _: ""
 
 
@@ -239,7 +240,7 @@ def recipe_type(values: Mapping[str, Any]) -> type[DrafterRecipe]:
     if not isinstance(drafter, str) or drafter not in RECIPES:
         raise RecipeInvalid(
             f"the recipe's drafter is {drafter!r}",
-            where=_where(values)(("drafter",)),
+            where=where_of(values)(("drafter",)),
             fix=f"Set drafter to one of {', '.join(RECIPES)}.",
         )
     return RECIPES[drafter]
@@ -247,7 +248,7 @@ def recipe_type(values: Mapping[str, Any]) -> type[DrafterRecipe]:
 
 def parse_recipe(values: Mapping[str, Any], where: Where | None = None) -> Any:
     """Read a recipe from plain values, e.g. from a YAML file; `where` returns where a key comes from."""
-    where, kind = where or _where(values), recipe_type(values)
+    where, kind = where or where_of(values), recipe_type(values)
     try:
         recipe = adapter(kind).validate_python(dict(values))
     except ValidationError as fault:
@@ -399,17 +400,17 @@ def check_keys(values: Mapping[str, Any]) -> None:
         whose = f"recipe of {values.get('drafter', EagleRecipe.drafter)}" if others else "recipe"
         raise RecipeInvalid(
             f"no {whose} has a key {', '.join(map(repr, unknown))}{hint}",
-            where=_where(values)(unknown[:1]),
+            where=where_of(values)(unknown[:1]),
             fix=f"The keys are {', '.join(keys)}.",
         )
     passes = values.get("passes", 1)
     if not isinstance(passes, int) or passes < 1:
         raise RecipeInvalid(
             f"passes is {passes!r}",
-            where=_where(values)(("passes",)),
+            where=where_of(values)(("passes",)),
             fix="Set passes to the number of passes through the data: 1 or more.",
         )
-    check_fit(kind.contradictions(values), _where(values))
+    check_fit(kind.contradictions(values), where_of(values))
     try:
         own = {key: value for key, value in values.items() if key not in (*kind.SHORT, "passes")}
         adapter(kind).validate_python(own)
@@ -417,7 +418,7 @@ def check_keys(values: Mapping[str, Any]) -> None:
         # The target, or the head to continue from, states what a recipe leaves out.
         wrong = [one for one in fault.errors() if one["type"] != "missing" or len(one["loc"]) > 1]
         if wrong:
-            raise _wrong(kind, wrong, _where(values)) from fault
+            raise _wrong(kind, wrong, where_of(values)) from fault
 
 
 def complete(
@@ -433,7 +434,7 @@ def complete(
             fit the target.
     """
     check_keys(values)
-    where, kind = _where(values), recipe_type(values)
+    where, kind = where_of(values), recipe_type(values)
     stated = {key: value for key, value in values.items() if key != "passes"}
     own = {key: value for key, value in stated.items() if key not in kind.SHORT}
     decided: dict[str, Any] = {}
@@ -461,9 +462,10 @@ def complete(
         wrong += kind.other_than(init_from, stated)
         if wrong:
             raise RecipeInvalid(
-                f"the recipe's {', '.join(wrong)} differs from the --init-from head",
+                f"the recipe's {', '.join(wrong)} differs from the --init-from head's",
                 where=where(wrong[:1]),
-                fix="Remove these keys. The head decides them.",
+                fix="Remove these keys, which the head decides, or for decoder use the other recipe of eagle3-mla and "
+                "eagle3-gqa.",
             )
     if recipe.batches * recipe.batch > rows:
         raise RecipeInvalid(

@@ -377,8 +377,8 @@ CHECKS = (
         "the-card-agrees",
         "error",
         "The card is complete and agrees with manifest, report and acceptance.",
-        "Write it again: kconv card DIR --force with this evidence and the same other options as before (--name, "
-        "--base-model, --license, --facts; the old card states them).",
+        "Write it again: kconv card DIR --force with DIR's report and figures (--report, --acceptance) and the same "
+        "other options as before (--name, --base-model, --license, --facts; the old card states them).",
         _card,
     ),
     Check(

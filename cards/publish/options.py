@@ -55,7 +55,7 @@ class PublishOptions(StrictModel):
     draft_tokens: Count | None = option(None, "Its K.", metavar="K")
     min_prompts: Count | None = option(None, "Fewest prompts.", metavar="N")
     max_loss: Annotated[float, Field(ge=0, lt=1)] | None = option(
-        None, "Largest loss against the source, as a share.", metavar="SHARE"
+        None, "Largest loss against the source, as a share: 0.01 is 1 %.", metavar="SHARE"
     )
     allow: Annotated[dict[str, str], BeforeValidator(_allowed)] = option(
         {}, "Let a check pass; repeatable.", kind="settings",

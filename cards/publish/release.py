@@ -205,17 +205,18 @@ def write_release(
             (folder / name).write_bytes(read_bounded(file, KconvError, limit=MAX_JSON, fix=fix, missing=missing))
         if recipe:
             (folder / RECIPE).write_text(recipe, encoding="utf-8")
-        evidence = gather_files(
-            folder,
-            report=report,
-            acceptance=acceptance,
-            # Otherwise a card is named after its folder, which has a random name while it is being made.
-            facts=facts if facts.name else facts.model_copy(update={"name": title or out.name}),
-            license_files=license_files,
-            target=target,
-            source=source,
-        )
-        write(folder, make_card(evidence, style, model_index=model_index, chart=chart))
+        with naming_originals(folder, head, {}):
+            evidence = gather_files(
+                folder,
+                report=report,
+                acceptance=acceptance,
+                # Otherwise a card is named after its folder, which has a random name while it is being made.
+                facts=facts if facts.name else facts.model_copy(update={"name": title or out.name}),
+                license_files=license_files,
+                target=target,
+                source=source,
+            )
+            write(folder, make_card(evidence, style, model_index=model_index, chart=chart))
 
 
 def _link(file: Path, to: Path) -> None:

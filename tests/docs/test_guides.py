@@ -195,7 +195,7 @@ def run_guide(page: str, url: str) -> int:
         at = words.index("kconv")
         command = [url if word.startswith("http://127.0.0.1:") else word for word in words[at + 1 :]]
         # The tiny target's vocabulary ends at 511.
-        own = {"/shared": "shared", "mask=151669": "mask=511"}
+        own = {"/shared": "shared", "mask=151669": "mask=258"}
         command = [own.get(word, word.removesuffix("@COMMIT")) for word in command]
         for name in command[1:]:
             if name in GIVEN and not os.path.lexists(name) and not (command[0] in MAKERS and command[2] == name):

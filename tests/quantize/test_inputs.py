@@ -92,12 +92,17 @@ def test_the_scales_reach_the_output_and_are_said_there(forms, calibrated, tmp_p
     assert {s.reason for s in manifest.tensors if s.output.name.endswith("input_scale")} == {inputs.description}
 
 
-def test_a_calibration_of_another_model_is_named(tiny_target, calibrated, tmp_path):
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [("model.norm.weight", "norm and weights"), ("model.layers.2.self_attn.o_proj.weight", "weights")],
+    ids=["trained otherwise", "with a LoRA merged"],
+)
+def test_a_calibration_of_another_model_is_named(changed, said, tiny_target, calibrated, tmp_path):
     other = make_form(tiny_target, tmp_path / "other", "bf16")
     tensors = load_file(other / "model.safetensors")
-    tensors["model.norm.weight"][0] += 1  # the same dims, trained otherwise
+    tensors[changed] *= 2
     save_file(tensors, other / "model.safetensors")
-    with pytest.raises(InputScalesInvalid, match="another target, with a different norm"):
+    with pytest.raises(InputScalesInvalid, match=f"another target, which has not the same {said}\n"):
         from_calibration(calibrated()[0], *opened(other))
 
 

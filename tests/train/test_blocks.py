@@ -344,6 +344,18 @@ def test_a_recipe_that_cannot_be_is_refused(tiny_target, drafter, changes, said)
         complete(values, read_target_config(tiny_target), 100)
 
 
+def test_a_mask_that_the_text_has_is_refused(tiny_target, tmp_path):
+    text = load_tokenizer(tiny_target).encode("Return the sum of two numbers. ")
+    rows = (json.dumps({"text": f"Return the sum of two numbers. {'It is not more. ' * n}"}) for n in range(60))
+    (tmp_path / "data.jsonl").write_text("\n".join(rows))
+    options = {key: STATED[key] for key in ("captured", "block", "seq", "attention", "intermediate", "batches")}
+    with pytest.raises(RecipeInvalid, match=f"mask is {text[0]}, which the text has [0-9]+ times"):
+        kconv.train(
+            tiny_target, tmp_path / "out", recipe="dflash", data=tmp_path / "data.jsonl",
+            set=options | {"mask": text[0], "batch": 2},
+        )  # fmt: skip
+
+
 def test_keys_that_contradict_each_other_are_refused_without_a_target():
     with pytest.raises(RecipeInvalid, match="captured is stated too"):
         check_keys({"drafter": "dflash", "layers": 2, "captured": [1, 5]})

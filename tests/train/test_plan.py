@@ -224,6 +224,13 @@ def test_states_without_a_layer_of_the_recipe_are_named_by_a_dry_run(tiny_target
     assert done.exit_code == 1 and "are needed (as outputs)" in done.output
 
 
+def test_layers_that_a_recipe_does_not_state_are_the_states_in_a_dry_run_as_in_a_run(tiny_target, tmp_path):
+    states = store(tiny_target, tmp_path, 24)  # of layers that are not this target's default
+    words = ["train", tiny_target, tmp_path / "out", "--recipe", "eagle3-mla", "--states", states, "--dry-run"]
+    done = CliRunner().invoke(main, [*map(str, words), "--set", "seq=24", "--set", "batch=4"])
+    assert done.exit_code == 0, done.output
+
+
 def test_a_plan_of_stored_states_is_of_their_own_rows_and_its_disk_is_what_is_taken(tiny_target, tmp_path, monkeypatch):
     states = store(tiny_target, tmp_path, 24)
     recipe = tmp_path / "recipe.yaml"

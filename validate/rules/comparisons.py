@@ -140,9 +140,10 @@ RULES: tuple[Rule[Any], ...] = (
         "K363",
         "worse-than-no-head",
         "error",
-        "The head drafts worse than a bigram or prompt lookup on the same text. It is broken, or belongs to"
-        " another target.",
-        "Check its captured layers, RoPE and lm_head, or give the target that it was trained for.",
+        "The head drafts worse than a bigram or prompt lookup on the same text. It is broken, hardly trained, or"
+        " belongs to another target.",
+        "Train it longer if it had few steps. Otherwise check its captured layers, RoPE and lm_head, or give the target"
+        " that it was trained for.",
     ),
     Rule(
         "K364",
