@@ -146,7 +146,8 @@ def _report_clean(candidate: Candidate) -> Iterator[Found]:
     layout = candidate.manifest.layout
     unchecked = [engine for engine in written_for(layout) if engine not in report.provenance.get("for", ())]
     if unchecked:
-        yield Found(REPORT, f"the folder has the layout of {layout}, but was not checked for {', '.join(unchecked)}")
+        what = f"the folder has the layout of {layout}, but was not checked for {', '.join(unchecked)}"
+        yield Found(REPORT, what, VALIDATE)
 
 
 def _nothing_lost(candidate: Candidate) -> Iterator[Found]:
@@ -174,7 +175,7 @@ def _floor_reached(candidate: Candidate) -> Iterator[Found]:
         return
     found = find_measurements(floor, candidate.report, candidate.acceptance)
     if not found:
-        measured = "; ".join(list_measured(candidate.report, candidate.acceptance)) or "nothing"
+        measured = "; ".join(list_measured(candidate.report, candidate.acceptance)) or "nothing of this head by kconv"
         least = f"{floor.name}, over {floor.prompts} prompts or more"
         fix = "Measure that (kconv bench, kconv validate), or state the floor of what was measured."
         yield Found(floor.suite, f"{least}, was not measured; measured: {measured}", fix)
