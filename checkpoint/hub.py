@@ -530,7 +530,8 @@ def _name(fault: Exception, repo: str, revision: str | None, file: str, dataset:
             return HubUnreachable(
                 f"the connection to the Hub failed: {IN_WORDS.get(type(cause).__name__, type(cause).__name__)}",
                 where=page,
-                fix="Check the network, HTTPS_PROXY and HF_ENDPOINT; HF_HUB_OFFLINE=1 reads only the local cache.",
+                fix=f"{f'If {repo} is a folder, it is not here. ' * (not dataset)}Check the network, HTTPS_PROXY and"
+                " HF_ENDPOINT; HF_HUB_OFFLINE=1 reads only the local cache.",
             )
 
 

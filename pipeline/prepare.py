@@ -160,14 +160,19 @@ def prepare(release: Release, text: str, root: Path, selection: Selection, file:
         for one in inputs:
             if one.made is not None or Path(one.value).exists() or one.field == "recipe":
                 continue
+            here = f"Paths in a recipe start at its folder, {file.parent.absolute()}" if file else ""
+            here = here and f"{here}; the output of a step is $STEP."
+            # The recipe's folder has none of that name, but the working folder has one; see `Step.beside`.
+            if one.value.startswith("hf://") and isinstance(typed := step.written.get(one.field), str):
+                meant = f"For the Hub's, write {one.value}. {here}"
+                own.append((name, one.field, f"{typed} is in the working folder, not in the recipe's", meant))
+                continue
             if one.named:
                 if one.kind == "checkpoint":
                     context.source(one.value)
                 continue
             stated = Path(one.value).name
             meant = f"Did you mean ${stated}, the step?" if stated in release.steps else "Correct the name."
-            here = f"Paths in a recipe start at its folder, {file.parent.absolute()}" if file else ""
-            here = here and f"{here}; the output of a step is $STEP."
             own.append((name, one.field, f"{one.value} does not exist", f"{meant} {here}".strip()))
         if not any(one.made for one in inputs if one.field == "recipe"):
             try:

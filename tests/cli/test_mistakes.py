@@ -346,6 +346,8 @@ MISTAKES: list[tuple[str, str, int, tuple[str, ...]]] = [
      ("prompts.jsonl is a file",)),
     ("a training recipe's name", "train target out --recipe eagle3_mla --data prompts.jsonl", 1,
      ("eagle3_mla", "eagle3-mla")),
+    ("a training recipe's dtype twice", "train wide out --recipe eagle3-gqa --data dialogue.jsonl --set compute=F32", 1,
+     ("must be 'BF16'", "or leave it out")),
     ("a training recipe's value", "train wide out --recipe eagle3-gqa --data dialogue.jsonl --set lr=fast", 1,
      ("--set lr", "'fast'")),
     ("prompts as training data", "train wide out --recipe eagle3-mla --data prompts.jsonl", 1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,17 @@ def test_a_recipes_paths_start_at_its_folder_wherever_it_is_run(recipe, hub, mon
     ran = kconv("recipes/release.yaml", "--dry-run")
     assert ran.exit_code == 1 and "recipes/source does not exist" in ran.stderr
     assert f"Paths in a recipe start at its folder, {own}; the output of a step is $STEP." in ran.stderr
+
+
+def test_a_folder_of_the_working_folder_is_no_hub_id_of_a_recipe_elsewhere(recipe, hub):
+    values = yaml.safe_load(recipe.read_text())
+    values["steps"]["vllm"]["head"] = "models/source"
+    shutil.copytree("source", "models/source")
+    (own := recipe.parent / "recipes").mkdir()
+    (own / "release.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    ran = kconv("recipes/release.yaml", "--dry-run")
+    assert ran.exit_code == 1 and "vllm.head: models/source is in the working folder, not in the recipe's" in ran.stderr
+    assert f"start at its folder, {own};" in ran.stderr and hub.served == []
 
 
 def test_a_recipe_that_is_not_there_is_named(tmp_path):
