@@ -41,10 +41,10 @@ def is_partial(folder: Path) -> bool:
     return folder.resolve().name.startswith(PARTIAL)
 
 
-KEPT = "Choose another name: kconv overwrites nothing."
+ANOTHER_NAME = "Choose another name: kconv overwrites nothing."
 
 
-def refuse_existing(out: Path, *, fix: str = KEPT) -> None:
+def refuse_existing(out: Path, *, fix: str = ANOTHER_NAME) -> None:
     """Refuse an output that exists, or that cannot be written, before anything slow.
 
     Raises:

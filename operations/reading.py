@@ -289,7 +289,7 @@ def refuse_existing_output(out: str | None, source: str | None = None) -> None:
         OutputExists: it exists.
         RequestInvalid: it would lie inside the source's folder, where its files would count as the source's.
     """
-    from ..checkpoint.staging import KEPT, refuse_existing
+    from ..checkpoint.staging import ANOTHER_NAME, refuse_existing
     from ..errors import RequestInvalid
 
     if out is None:
@@ -303,6 +303,6 @@ def refuse_existing_output(out: str | None, source: str | None = None) -> None:
     if source is None or os.path.lexists(source):
         refuse_existing(Path(out))
     else:
-        refuse_existing(Path(out), fix=f"If it is the source, name it first; {source} is no folder. {KEPT}")
+        refuse_existing(Path(out), fix=f"If it is the source, name it first; {source} is no folder. {ANOTHER_NAME}")
     if source is not None and Path(os.path.realpath(out)).is_relative_to(os.path.realpath(source)):
         raise RequestInvalid(f"{out} is inside {source}, its source", where="OUT", fix="Choose a folder outside it.")
