@@ -39,10 +39,12 @@ from .licenses import (
 
 NVIDIA_HEAD = re.compile(r"nvidia/.+-eagle3(-v\d+)?", re.IGNORECASE)
 # How a finding is resolved whose file kconv card writes.
-AGAIN = "Write the card again: kconv card DIR --force."
+# A card that is written again without them loses its name, its base model and its figures.
+SAME = "with the same other options as before"
+AGAIN = f"Write the card again: kconv card DIR --force, {SAME}."
 WITH_TEXT = "kconv card DIR --force --license-file {}"
-NAMED = f"{WITH_TEXT.format('FILE')} --license ID"
-COMPLETE = f"Copy the complete file: {WITH_TEXT.format('FILE')}."
+NAMED = f"{WITH_TEXT.format('FILE')} --license ID, {SAME}"
+COMPLETE = f"Copy the complete file: {WITH_TEXT.format('FILE')}, {SAME}."
 OF_NVIDIA = LICENSES["nvidia-open-model-license"]
 # Licenses whose text begins with their holder's copyright line.
 HELD_BY = ("mit", "modified-mit", "apache-2.0")
@@ -168,9 +170,8 @@ def _target(folder: LicensedFolder) -> Iterator[Found]:
     name = attribution_in(text.text) if text else folder.facts.license.attribution
     if license.attribution and (not name or f'"{name}"' not in folder.notice):
         said = f'"{name}"' if name else "the name that the target's license requires"
-        unknown = (
-            f"Write the card again with the license's text, which has the name: {WITH_TEXT.format(TARGET_LICENSE)}."
-        )
+        with_text = WITH_TEXT.format(TARGET_LICENSE)
+        unknown = f"Write the card again with the license's text, which has the name: {with_text}, {SAME}."
         message = f"it does not say that large products show {said}"
         yield Found(NOTICE, message, AGAIN if name else unknown, severity=severity)
 
@@ -188,7 +189,7 @@ def _notice_kept(folder: LicensedFolder) -> Iterator[Found]:
         yield Found(NOTICE, f'it lacks the line "{license.notice}"', AGAIN)
     text = folder.text_of(license)
     if text is None:
-        fix = f"Write the card again with it: kconv card DIR --force --license {license.id} --license-file FILE."
+        fix = f"Write the card again with it: {WITH_TEXT.format('FILE')} --license {license.id}, {SAME}."
         yield Found(license.file, f"the {license.title} requires a copy of its text", fix)
     elif license.id == "mit" and copyright_in(text.text) is None:
         yield Found(text.origin.name, "the license lacks its copyright line")

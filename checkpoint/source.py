@@ -167,7 +167,10 @@ def resolve(name: str) -> Source:
             fix="Give a checkpoint folder or a Hub id org/name.",
         )
     if hub_id is None:
-        raise no_folder(Path(name), FileNotFoundError())
+        error = no_folder(Path(name), FileNotFoundError())
+        if HUB_ID.fullmatch(plain := name.rstrip("/")):
+            error.fix = f"{error.fix} If you mean the Hub's {plain}, write it without the / at its end."
+        raise error
     if meant == name and hub_id["revision"] is None and os.path.lexists(Path(name).parent):
         error = no_folder(Path(name), FileNotFoundError())
         error.fix = f"{error.fix} If you mean the Hub's {name}, write {name}@main."

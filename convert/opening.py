@@ -33,11 +33,12 @@ def open_head(
     return head
 
 
-def open_origin(checkpoint: Checkpoint, output: Source, target: Source | None) -> Origin:
+def open_origin(checkpoint: Checkpoint, output: Source, target: Source | None, hints: Hints | None = None) -> Origin:
     """Read the head that an output was made from: by itself, and with the options of its conversion.
 
-    The output's kconv.json records the options, which hold for the same config.json alone. The target's depth decides
-    default captures; if there is no target, the depth in kconv.json.
+    The output's kconv.json records the options, which hold for the same config.json alone; without one, `hints` are
+    what the user says of both. The target's depth decides default captures; if there is no target, the depth in
+    kconv.json.
 
     Raises:
         ManifestMismatch: it cannot be read by itself, and the output was made from another head.
@@ -49,7 +50,8 @@ def open_origin(checkpoint: Checkpoint, output: Source, target: Source | None) -
             recorded = _read(checkpoint, None, Hints(), config)
         except KconvError as error:
             if manifest is None:
-                raise
+                recorded = _read(checkpoint, None, hints or Hints(), config)
+                return Origin(recorded, recorded)
             what = f"{output.name} was made from another config.json"
             fix = f"Pass {manifest.source} as it was at the conversion, or convert this head."
             raise mismatch(checkpoint.source, what, fix) from error

@@ -152,7 +152,7 @@ class Validate(Reading, ValidateOptions):
             raise RequestInvalid("measuring a head needs --target", fix="Pass the target that the head drafts for.")
         prompts = request._held_out(context, of_target=of_target)
         compared = source.open_weights() if source else None
-        origin = open_origin(compared, head, target) if compared and not of_target else None
+        origin = open_origin(compared, head, target, hints) if compared and not of_target else None
         try:
             checkpoint = open_subject(head, request, say)
         except KconvError as error:

@@ -35,6 +35,13 @@ def test_what_is_not_formed_like_an_id_is_a_missing_folder(hub, tmp_path, monkey
     assert hub.served == []
 
 
+def test_a_hub_id_with_a_slash_at_its_end_is_told_without_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(NotACheckpoint) as caught:
+        resolve("org/name/")
+    assert "write it without the / at its end" in caught.value.fix
+
+
 def test_a_local_path_does_not_import_the_hubs_client(two_shards):
     code = (
         "import sys; from kconv.checkpoint.source import resolve; resolve(sys.argv[1]).open_weights(); "

@@ -15,7 +15,7 @@ from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import Hints
 from kconv.convert.read import claim_tensors, read, read_head
 from kconv.drafters.keys import CONVENTION, TOP
-from kconv.errors import ConfigUnsupported, KconvError, TensorMissing, TensorValue
+from kconv.errors import CapturedUndecided, ConfigUnsupported, KconvError, TensorMissing, TensorValue
 from kconv.validate.rules.table import all_rules
 
 RULES = all_rules()
@@ -75,6 +75,15 @@ def test_maps_that_contradict_each_other_are_not_converted(tensor: str, code: st
     with pytest.raises(TensorValue) as caught:
         kconv.convert(folder, tmp_path / "out", to="vllm")
     assert caught.value.code == code and not (tmp_path / "out").exists()
+
+
+def test_options_tell_how_to_read_a_source_too_if_no_manifest_does(tmp_path: Path):
+    head = write(tmp_path / "head", GQA_VLLM, put())
+    source = write(tmp_path / "source", GQA_VLLM, put(**{TOP: [1, 3, 5], CONVENTION: ...}))
+    with pytest.raises(CapturedUndecided):
+        kconv.validate(head, source=source)
+    found = kconv.validate(head, source=source, captured=(1, 3, 5), captured_are="outputs").findings
+    assert [finding.rule for finding in found if finding.severity == "error"] == []
 
 
 def test_every_key_that_is_wrong_is_named(tmp_path: Path):
