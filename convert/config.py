@@ -130,6 +130,9 @@ def find_config(
     drafter.check_captured(config, captured, hints, None if has_scales(tensors) else room, problems)
     if rope is None or max_positions is None or any(key.field not in values for key in own):
         return ConfigReading(keys, None, captured)
+    # Of an option that does not fit the head, nothing is to be said about the head.
+    if captured and hints.captured is not None and room not in (None, len(captured.ids)) and not has_scales(tensors):
+        captured = None
     # Not from 0: nothing should be said about layer 0 of a head that may not read it.
     ids = captured.ids if captured else tuple(range(1, (room or 3) + 1))
     values |= drafter.derived(values, config, tensors)

@@ -275,6 +275,7 @@ def _check_count(
             "--captured",
             "Pass one layer per state, in ascending order.",
         )
+        return
     count = config.get("num_aux_hidden_states")
     ids: Json
     if captured:

@@ -77,6 +77,12 @@ def test_maps_that_contradict_each_other_are_not_converted(tensor: str, code: st
     assert caught.value.code == code and not (tmp_path / "out").exists()
 
 
+def test_of_an_option_that_does_not_fit_the_head_nothing_follows(tmp_path: Path):
+    folder = write(tmp_path / "head", GQA_VLLM, put(**{TOP: ..., CONVENTION: ...}))
+    found = kconv.validate(folder, captured=(5,), for_="all").findings
+    assert [finding.rule for finding in found if finding.severity != "note"] == ["K008"]
+
+
 def test_options_tell_how_to_read_a_source_too_if_no_manifest_does(tmp_path: Path):
     head = write(tmp_path / "head", GQA_VLLM, put())
     source = write(tmp_path / "source", GQA_VLLM, put(**{TOP: [1, 3, 5], CONVENTION: ...}))
