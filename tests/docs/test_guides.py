@@ -194,7 +194,7 @@ def run_guide(page: str, url: str) -> int:
         words = shlex.split(line.text, comments=True)
         at = words.index("kconv")
         command = [url if word.startswith("http://127.0.0.1:") else word for word in words[at + 1 :]]
-        # The tiny target's vocabulary ends at 511.
+        # The tiny target's vocabulary ends at 511, and no text has its 258.
         own = {"/shared": "shared", "mask=151669": "mask=258"}
         command = [own.get(word, word.removesuffix("@COMMIT")) for word in command]
         for name in command[1:]:

@@ -45,7 +45,7 @@ SETTINGS = {
 }
 BLOCK = {
     **{name: value for name, value in SETTINGS.items() if name != "rope"},
-    "mask": 511, "block": 4, "anchors": 4, "captured": [1, 3, 5], "steps": 8, "warmup": 1,
+    "mask": 258, "block": 4, "anchors": 4, "captured": [1, 3, 5], "steps": 8, "warmup": 1,
 }  # fmt: skip
 # Of each step, what it leaves before it is done.
 STAGES: dict[str, Callable[[Path], bool]] = {

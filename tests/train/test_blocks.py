@@ -43,7 +43,7 @@ from kconv.train.options import TrainOptions
 from kconv.train.recipe import check_keys, complete, parse_recipe
 from kconv.train.run import train
 
-MASK, THETA = 511, 50000.0
+MASK, THETA = 258, 50000.0
 QWEN3 = TinyRecipe(steps=200, batch=4, seq=64, warmup=10, lr=3e-3)
 FEW: dict[str, Any] = {
     "attention": Gqa(4, kv_heads=2, head_dim=16), "intermediate": 64, "captured": (1, 5), "rope": Rope(THETA),
