@@ -279,11 +279,11 @@ def _find_wrong(kind: type[DrafterRecipe], found: Sequence[Any]) -> Wrong:
     first = next((error for error in errors if error["type"] == "unexpected_keyword_argument"), errors[0])
     place = tuple(part for part in first["loc"] if part not in CHOICES)
     if first["type"] != "unexpected_keyword_argument":
-        found = wrong_value(first, place)
+        wrong = wrong_value(first, place)
         kinds = {field.name: str(field.type) for field in fields(kind)}
         # Most such keys are better left out than set to their one word.
         optional = first["type"] == "literal_error" and "None" in kinds.get(str(place[-1]), "")
-        return replace(found, what=f"{found.what}; or leave it out") if optional else found
+        return replace(wrong, what=f"{wrong.what}; or leave it out") if optional else wrong
     tag = next((part for part in reversed(first["loc"]) if part in CHOICES), None)
     model = CHOICES[str(tag)] if tag else {"attention": Gqa, "rope": Rope}.get(str(place[0]), kind)
     return no_such_key(place, [field.name for field in fields(model)])
