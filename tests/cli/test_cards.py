@@ -148,7 +148,7 @@ def test_the_targets_text_is_used_and_what_the_findings_ask_for_settles_them(hea
         "L3",
         "L5",
     }
-    assert "--license mit --license-file FILE" in result.stderr and "--license-file LICENSE-TARGET" in result.stderr
+    assert "--license-file FILE --license mit" in result.stderr and "--license-file LICENSE-TARGET" in result.stderr
     result = run(head, *words, "--license-file", own, "--license-file", theirs)
     assert (result.exit_code, result.stderr.splitlines()[-1]) == (0, f"{head}: license checks passed"), result.stderr
     assert (head / "LICENSE").read_text() == MIT and (head / "LICENSE-TARGET").read_text() == KIMI
