@@ -38,9 +38,9 @@ from .licenses import (
 )
 
 NVIDIA_HEAD = re.compile(r"nvidia/.+-eagle3(-v\d+)?", re.IGNORECASE)
-# How a finding is resolved whose file kconv card writes.
 # A card that is written again without them loses its name, its base model and its figures.
 SAME = "with the same other options as before"
+# How a finding is resolved whose file kconv card writes.
 AGAIN = f"Write the card again: kconv card DIR --force, {SAME}."
 WITH_TEXT = "kconv card DIR --force --license-file {}"
 NAMED = f"{WITH_TEXT.format('FILE')} --license ID, {SAME}"

@@ -127,11 +127,12 @@ def find_config(
     with problems.catching():
         max_positions = _max_positions(config, rope, hints)
     room = drafter.room(tensors, values)
-    drafter.check_captured(config, captured, hints, None if has_scales(tensors) else room, problems)
+    states = None if has_scales(tensors) else room
+    drafter.check_captured(config, captured, hints, states, problems)
     if rope is None or max_positions is None or any(key.field not in values for key in own):
         return ConfigReading(keys, None, captured)
     # Of an option that does not fit the head, nothing is to be said about the head.
-    if captured and hints.captured is not None and room not in (None, len(captured.ids)) and not has_scales(tensors):
+    if captured and hints.captured is not None and states not in (None, len(captured.ids)):
         captured = None
     # Not from 0: nothing should be said about layer 0 of a head that may not read it.
     ids = captured.ids if captured else tuple(range(1, (room or 3) + 1))

@@ -485,7 +485,7 @@ def complete(
         raise RecipeInvalid(
             f"the rate would rise for {recipe.warmup:,} steps, but the run has {recipe.steps:,}",
             where=where(("warmup",)),
-            fix="Lower it (--set warmup=N), or use more data or passes.",
+            fix="Lower warmup (--set warmup=N), or use more data or passes.",
         )
     return recipe
 

@@ -36,6 +36,7 @@ AS_ERRORS = frozenset({"K307"})
 # Code that a target may include if its source has it: its own tokenizer, e.g. Kimi-K2's tokenization_kimi.py.
 CODE = re.compile(r"[A-Za-z]\w*\.py", re.ASCII)
 COMMIT = re.compile(r"[0-9a-f]{40}")
+NOTHING = "nothing by kconv validate or kconv bench"
 KIND = "a release must not contain files of this kind: they may be code, a pickle, or private"
 
 
@@ -76,7 +77,8 @@ def _has_acceptance(candidate: Candidate) -> bool:
 
 def _names_a_target(candidate: Candidate) -> bool:
     """Whether the acceptance says on which Hub model it was measured: a folder's name says nothing."""
-    return any(HUB_ID.fullmatch(row.target or "") for found in candidate.acceptance.values() for row in found.rows)
+    rows = (row for found in candidate.acceptance.values() for row in found.rows if row.measured_by == "self")
+    return any(HUB_ID.fullmatch(row.target or "") for row in rows)
 
 
 def _manifest(candidate: Candidate) -> Iterator[Found]:
@@ -175,7 +177,7 @@ def _floor_reached(candidate: Candidate) -> Iterator[Found]:
         return
     found = find_measurements(floor, candidate.report, candidate.acceptance)
     if not found:
-        measured = "; ".join(list_measured(candidate.report, candidate.acceptance)) or "nothing of this head by kconv"
+        measured = "; ".join(list_measured(candidate.report, candidate.acceptance)) or NOTHING
         least = f"{floor.name}, over {floor.prompts} prompts or more"
         fix = "Measure that (kconv bench, kconv validate), or state the floor of what was measured."
         yield Found(floor.suite, f"{least}, was not measured; measured: {measured}", fix)
