@@ -9,7 +9,7 @@ import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from ..checkpoint.schema import load_yaml
 from ..engines.registry import engines
@@ -88,6 +88,13 @@ class LicenseFacts(StrictModel):
     )
     as_published: Words | None = Field(default=None, description="the license as the publisher states it")
     acknowledged: bool = Field(default=False, description="whether you accept a license without a name")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _mapping(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            raise ValueError(f"it must be a mapping; write license: {{id: {value}}}")
+        return value
 
     @field_validator("id", "target")
     @classmethod

@@ -90,7 +90,7 @@ class Vocab(Reading):
 
     Shows whether d2t holds offsets or absolute ids, their order and errors, and whether t2d agrees. --target adds lost
     special tokens and whether the rows are the target's (from a Hub id only its tokenizer and lm_head are downloaded).
-    --text adds the share of the text's tokens that the head can draft.
+    --text adds the share of the text's tokens that the head can draft; of dialogues (JSONL), those of the answers.
     """
 
     EXAMPLES = (
@@ -103,7 +103,7 @@ class Vocab(Reading):
 
     head: Name = argument("The head: a folder or a Hub id.", kind="checkpoint")
     out: Name | None = argument("The folder to write, if the vocabulary changes.", kind="output", default=None)
-    text: Name | None = option(None, "Text or prompts (JSONL), for the coverage and --prune.", kind="file")
+    text: Name | None = option(None, "Text, dialogues or prompts, for the coverage and --prune.", kind="file")
     rebuild_t2d: bool = option(False, "Write OUT with a t2d rebuilt from d2t.")
     absolute: bool = option(False, "Write OUT with offsets, from a d2t with absolute ids.")
     expand: bool = option(False, "Write OUT with the full vocabulary.")

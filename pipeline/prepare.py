@@ -179,19 +179,27 @@ def prepare(release: Release, text: str, root: Path, selection: Selection, file:
                 with step.request.spelled(in_recipe):
                     step.request.precheck(context)
             except KconvError as fault:
-                has_recipe = "recipe" in type(step.request).model_fields
-                own.append((name, "recipe" if has_recipe else "", fault.what, fault.fix))
+                own.append((name, *_place_of(fault, step), fault.fix))
         wrong += own
     if wrong:
         name, field_, what, fix = wrong[0]
         others = f"; and {len(wrong) - 1} more: " + "; ".join(f"{n}.{f}: {w}" for n, f, w, _ in wrong[1:])
-        line = line_of(text, ("steps", name, field_))
+        line = line_of(text, ("steps", name, *field_.split(".")))
         raise RecipeInvalid(
             f"{name}.{field_}: {what}{others if wrong[1:] else ''}".replace(".:", ":"),
             where=name if line is None else f"{file}:{line}" if file else f"line {line} of the recipe",
             fix=f"{fix} Nothing was computed.",
         )
     return prepared
+
+
+def _place_of(fault: KconvError, step: Step) -> tuple[str, str]:
+    """Return the key of a step that an error is about, and what is wrong with it."""
+    setting = fault.where.removeprefix("--set ")
+    if setting != fault.where:
+        return f"set.{setting}", fault.what
+    beside = f" ({fault.where})" if fault.where and fault.where not in fault.what else ""
+    return "recipe" if "recipe" in type(step.request).model_fields else "", f"{fault.what}{beside}"
 
 
 class Standing:

@@ -12,6 +12,7 @@ answer counts too; it is stored next to "content" as "reasoning_content".
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,6 +99,15 @@ def _read_jsonl(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         # What kconv generate writes for a prompt without an answer.
         if "failed" not in row or "messages" in row:
             yield where, row
+
+
+def has_answers(file: Path) -> bool:
+    """Return whether a JSONL file's first row is a dialogue or a text, not a prompt alone."""
+    for _, line in read_lines(file, TrainingDataInvalid, fix="Pass a UTF-8 JSONL file."):
+        with suppress(ValueError):  # which whatever reads the file reports
+            return bool({"messages", "conversations", "response", "text"} & parse_line(line).keys())
+        break
+    return False
 
 
 def check_first_row(file: Path) -> None:

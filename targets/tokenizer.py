@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from ..checkpoint.schema import read_text
 from ..checkpoint.source import Source
 from ..errors import PromptsInvalid, TargetInvalid
 from .config import has_tokenizer, no_tokenizer, read_target_config
+from .dialogues import encode_row, has_answers, read_rows
 from .prompts import read_prompts
 
 # Bytes of text whose tokens are counted; the counts converge long before.
@@ -176,11 +177,10 @@ class Vocabulary:
     def count_tokens(self, file: Path) -> np.ndarray:
         """Return how often each token id occurs in a text, [size] int64.
 
-        A file whose name ends in .jsonl has prompts (see `read_prompts`), whose turns are counted without a template;
-        any other is plain text.
+        A file whose name ends in .jsonl has dialogues, of which the answers count, or texts (see `dialogues`); or it
+        has prompts, whose turns are counted without a template. Any other is plain text.
         """
-        texts = [turn for p in read_prompts(file) for turn in p.turns] if file.suffix == ".jsonl" else [_text(file)]
-        ids = np.array([i for text in texts for i in self.tokenizer.encode(text)], np.int64)
+        ids = np.fromiter(self._ids(file), np.int64)
         if not len(ids):
             raise PromptsInvalid(
                 f"{file.name} holds no text", where=file, fix="Pass text that resembles what you serve."
@@ -191,6 +191,19 @@ class Vocabulary:
                 fix="Check that tokenizer and config.json belong to the same target.",
             )
         return np.bincount(ids, minlength=self.size)
+
+    def _ids(self, file: Path) -> Iterator[int]:
+        encode = self.tokenizer.encode
+        if file.suffix != ".jsonl":
+            yield from encode(_text(file))
+        elif has_answers(file):
+            for where, row in read_rows(str(file)):
+                for sample in encode_row(row, self.tokenizer, where):
+                    yield from sample.ids[sample.mask].tolist()
+        else:
+            for prompt in read_prompts(file):
+                for turn in prompt.turns:
+                    yield from encode(turn)
 
 
 def _first_line(fault: Exception) -> str:

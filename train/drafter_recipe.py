@@ -134,9 +134,7 @@ class DrafterRecipe(ABC):
 
     def wrong(self) -> Iterator[tuple[str, str]]:
         """Yield the keys whose values are invalid for any target, and what is wrong with them."""
-        for name in self.POSITIVE:
-            if not (value := getattr(self, name)) > 0:
-                yield name, f"{name} is {value}, but must be above 0"
+        yield from self.not_positive(vars(self))
         if self.warmup < 0:
             yield "warmup", f"warmup is {self.warmup}, but must be 0 or more"
         if not 0 <= self.seed < 2**32:  # the bounds of numpy, which the Trainer also seeds
@@ -145,6 +143,13 @@ class DrafterRecipe(ABC):
             yield "seq", f"{self.seq} tokens are too few for {self.draft_steps} draft steps"
         if not self.captured or list(self.captured) != sorted(set(self.captured)) or self.captured[0] < 0:
             yield "captured", f"captured is {list(self.captured)}, not a list of ascending layers"
+
+    @classmethod
+    def not_positive(cls, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """Yield the keys among some of a recipe's whose values must be above 0 and are not."""
+        for name in cls.POSITIVE:
+            if name in values and not values[name] > 0:
+                yield name, f"{name} is {values[name]}, but must be above 0"
 
     def unfit(self, layers: int, vocab: int) -> Iterator[Unfit]:
         """Yield why the recipe does not fit a target of so many layers and tokens."""

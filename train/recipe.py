@@ -259,11 +259,9 @@ def parse_recipe(values: Mapping[str, Any], where: Where | None = None) -> Any:
 
 def _wrong(kind: type[DrafterRecipe], errors: Sequence[Any], where: Where) -> RecipeInvalid:
     wrong = _find_wrong(kind, errors)
-    return RecipeInvalid(
-        wrong.of("head's recipe"),
-        where=where(wrong.place),
-        fix=f"The keys are {', '.join(field.name for field in fields(kind))}.",
-    )
+    keys = f"The keys are {', '.join(field.name for field in fields(kind))}."
+    fix = "Correct it." if wrong.subject is None else keys
+    return RecipeInvalid(wrong.of("head's recipe"), where=where(wrong.place), fix=fix)
 
 
 def _find_wrong(kind: type[DrafterRecipe], found: Sequence[Any]) -> Wrong:
@@ -291,10 +289,14 @@ def _find_wrong(kind: type[DrafterRecipe], found: Sequence[Any]) -> Wrong:
 
 def check_recipe(recipe: DrafterRecipe, where: Where = lambda _: "") -> None:
     """Raise RecipeInvalid for values that are invalid for any target."""
-    if wrong := list(recipe.wrong()):
+    _refuse(recipe.wrong(), where)
+
+
+def _refuse(wrong: Iterable[tuple[str, str]], where: Where) -> None:
+    if found := list(wrong):
         raise RecipeInvalid(
-            f"the recipe is invalid: {'; '.join(what for _, what in wrong)}",
-            where=where(wrong[0][:1]),
+            f"the recipe is invalid: {'; '.join(what for _, what in found)}",
+            where=where(found[0][:1]),
             fix="Correct these values.",
         )
 
@@ -405,7 +407,7 @@ def check_keys(values: Mapping[str, Any]) -> None:
         raise RecipeInvalid(
             f"no {whose} has a key {', '.join(map(repr, unknown))}{hint}",
             where=where_of(values)(unknown[:1]),
-            fix=f"The keys are {', '.join(keys)}.",
+            fix="Correct the key." if near and not others else f"The keys are {', '.join(keys)}.",
         )
     passes = values.get("passes", 1)
     if not isinstance(passes, int) or passes < 1:
@@ -423,6 +425,7 @@ def check_keys(values: Mapping[str, Any]) -> None:
         wrong = [one for one in fault.errors() if one["type"] != "missing" or len(one["loc"]) > 1]
         if wrong:
             raise _wrong(kind, wrong, where_of(values)) from fault
+    _refuse(kind.not_positive(own), where_of(values))
 
 
 def complete(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -168,7 +169,7 @@ def test_files_and_names_are_looked_for_before_anything_is_computed(tmp_path):
     }  # fmt: skip
     text = yaml.safe_dump(values, sort_keys=False)
     release = parse_release(text)
-    with pytest.raises(RecipeInvalid, match=r"head\.recipe: no recipe has a key 'lrr'") as fault:
+    with pytest.raises(RecipeInvalid, match=r"head\.set\.lrr: no recipe has a key 'lrr'") as fault:
         prepare(release, text, tmp_path / "out", Selection())
     assert not (tmp_path / "out").exists()
     assert "no-head" in fault.value.what and "no-prompts.jsonl" in fault.value.what and "line" in fault.value.where
@@ -181,6 +182,7 @@ def test_files_and_names_are_looked_for_before_anything_is_computed(tmp_path):
     ("keys", "said"),
     [
         ({"layers": 2, "captured": [1, 5]}, "captured is stated too"),
+        ({"batch": 0}, "must be above 0"),
         # Of a target that is there, all of a recipe is checked.
         ({"layers": 2, "block": 1}, "drafts no token"),
     ],
@@ -199,8 +201,11 @@ def test_settings_that_contradict_each_other_are_found_before_anything_is_comput
     if target.startswith("$") and "block" in keys:
         prepare(parse_release(text), text, tmp_path, Selection())
     else:
-        with pytest.raises(RecipeInvalid, match=rf"drafter\.recipe: .*{said}.*"):
+        with pytest.raises(RecipeInvalid, match=rf"drafter\.set\.\w+: .*{said}.*") as fault:
             prepare(parse_release(text), text, tmp_path, Selection())
+        key = re.match(r"[\w.]+", fault.value.what)[0].split(".")[-1]
+        line = next(number for number, line in enumerate(text.splitlines(), 1) if f"{key}:" in line)
+        assert fault.value.where == f"line {line} of the recipe"
 
 
 def test_what_is_no_path_is_the_same_wherever_a_recipe_is(tmp_path, monkeypatch):

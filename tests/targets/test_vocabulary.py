@@ -54,6 +54,16 @@ def test_every_turn_of_every_prompt_is_counted(vocabulary, tmp_path):
     assert vocabulary.count_tokens(prompts).tolist() == (3 * vocabulary.count_tokens(once)).tolist()
 
 
+def test_of_dialogues_the_answers_are_counted(vocabulary, tmp_path):
+    dialogues, once = tmp_path / "dialogues.jsonl", tmp_path / "text.txt"
+    dialogues.write_text(json.dumps({"prompt": "What is it?", "response": TEXT}) + "\n" + json.dumps({"text": TEXT}))
+    once.write_text(TEXT)
+    more = vocabulary.count_tokens(dialogues) - 2 * vocabulary.count_tokens(once)
+    # What the chat template ends an answer with.
+    assert more.min() == 0
+    assert 0 <= more.sum() < 5
+
+
 @pytest.mark.parametrize("content", [None, b"", b"\xff\xfe\xff"])
 def test_a_text_that_is_none_is_refused(vocabulary, tmp_path, content):
     file = tmp_path / "text.txt"
