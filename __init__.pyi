@@ -166,7 +166,7 @@ def vocab(
 
     Shows whether d2t holds offsets or absolute ids, their order and errors, and whether t2d agrees. --target adds lost
     special tokens and whether the rows are the target's (from a Hub id only its tokenizer and lm_head are downloaded).
-    --text adds the share of the text's tokens that the head can draft.
+    --text adds the share of the text's tokens that the head can draft; of dialogues (JSONL), those of the answers.
 
     Args:
         head: The head: a folder or a Hub id.
@@ -182,7 +182,7 @@ def vocab(
         mask_token: mask_token_id, if the config omits it.
         sample_from_anchor: sample_from_anchor, if the config omits it.
         norm_before_residual: norm_before_residual, if the config omits it.
-        text: Text or prompts (JSONL), for the coverage and --prune.
+        text: Text, dialogues or prompts, for the coverage and --prune.
         rebuild_t2d: Write OUT with a t2d rebuilt from d2t.
         absolute: Write OUT with offsets, from a d2t with absolute ids.
         expand: Write OUT with the full vocabulary.

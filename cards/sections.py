@@ -65,7 +65,7 @@ def conversion(manifest: Manifest | None) -> dict[str, Any]:
     parts = {
         "trained": origin.trained,
         "copied from the target": origin.copied_from_target,
-        "perhaps copied from the target, which was not given to compare": origin.unknown,
+        "trained or copied from the target, not known which": origin.unknown,
     }
     return {
         "kind": f"{manifest.spec['kind'].upper()} attention",

@@ -12,7 +12,7 @@ import shutil
 import stat
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -181,7 +181,7 @@ def write_release(
     """Assemble a head, its evidence, its licenses and its card in one folder that can be published.
 
     Args:
-        head: an output of kconv. Its files are hard-linked into `out`, or copied if the disk cannot link.
+        head: an output of kconv. Its weights are hard-linked into `out`, or copied if the disk cannot link.
         out: the folder to create, whole or not at all.
         recipe: text of the recipe that made it, which is included; empty without one.
         title: the head's name if the facts do not state it; the name of `out` if empty.
@@ -220,14 +220,13 @@ def write_release(
 
 
 def _link(file: Path, to: Path) -> None:
-    """Hard-link a file, or copy it if the disk cannot link; nothing changes an output in place."""
-    try:
-        os.link(file, to)
-    except FileExistsError:
-        raise
-    except OSError:
-        with file.open("rb") as source, to.open("xb") as copy:
-            shutil.copyfileobj(source, copy)
+    """Hard-link weights, if the disk can; copy other files, which an editor may change in place."""
+    if file.suffix == ".safetensors":
+        with suppress(OSError):  # a disk without hard links
+            os.link(file, to)
+            return
+    with file.open("rb") as source, to.open("xb") as copy:
+        shutil.copyfileobj(source, copy)
 
 
 def open_candidate(
