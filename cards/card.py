@@ -26,7 +26,7 @@ from .facts import Facts
 from .front_matter import CARD, front_matter, read_card, read_front_matter
 from .licenses import SOURCE_LICENSE, find, find_texts, given_texts, license_files, of_target, unstated_text
 from .quickstart import starts
-from .sections import CHART, attribution, changed, figures, known, render, subcards
+from .sections import CHART, attribution, changed, figures, known, render, shown, subcards
 from .target_card import TEMPLATE, is_target
 
 # A card has no other name, and kconv must not replace what a person wrote into it.
@@ -193,6 +193,7 @@ def make_card(
     values = {
         "front_matter": front_matter(evidence, link=link, model_index=model_index),
         "name": evidence.name,
+        "shown": shown(evidence),
         "lead": evidence.drafter.lead(evidence.spec),
         "said": said,
         "listed": said.listed,

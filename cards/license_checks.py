@@ -33,8 +33,10 @@ from .licenses import (
     digest_text,
     find,
     find_texts,
+    name_begins,
     of_target,
     recognise,
+    shown_in,
 )
 
 NVIDIA_HEAD = re.compile(r"nvidia/.+-eagle3(-v\d+)?", re.IGNORECASE)
@@ -90,6 +92,12 @@ class LicensedFolder:
         """The head's license by kconv's id, as its owner or its card states it; "" if neither does."""
         stated = find(self.facts.license.id or self.front.license_name or self.front.license)
         return stated.id if stated else ""
+
+    @property
+    def name(self) -> str:
+        """The model's name, as its owner or its card's title states it; "" if neither does."""
+        title = re.search(r"^# (.+)$", self.card, re.MULTILINE)
+        return self.facts.name or (title[1].strip() if title else "")
 
     @property
     def target(self) -> str:
@@ -211,6 +219,22 @@ def _changes(folder: LicensedFolder) -> Iterator[Found]:
             yield Found(CARD, f"it does not say that the files were changed: {what} is not named")
 
 
+def _shown(folder: LicensedFolder) -> Iterator[Found]:
+    for text in folder.texts:
+        phrases = shown_in(text.text)
+        if phrases and not any(phrase in folder.card for phrase in phrases):
+            words = " or ".join(f'"{phrase}"' for phrase in phrases)
+            yield Found(CARD, f"{text.origin.name} requires it to show {words}", AGAIN)
+
+
+def _named(folder: LicensedFolder) -> Iterator[Found]:
+    for text in folder.texts:
+        begins, name = name_begins(text.text), folder.name.rpartition("/")[2]
+        if begins and name and not name.lower().startswith(begins.lower()):
+            wanted = f'requires the name of a trained model to begin with "{begins}"'
+            yield Found(CARD, f"{text.origin.name} {wanted}, and it is {name}")
+
+
 def _prompts(folder: LicensedFolder) -> Iterator[Found]:
     if KEPT_PROMPTS not in folder.card:
         return
@@ -324,6 +348,15 @@ CHECKS: Mapping[str, Rule[LicensedFolder]] = {
             "State it: kconv card DIR --license ID --force, or as the target's in the facts. If another license is "
             "right, keep the file and allow the check: kconv publish DIR REPO --allow L10=REASON.",
             _source_license,
+        ),
+        Rule("L11", "words-not-shown", "error", "The card lacks words that a license wants shown.", AGAIN, _shown),
+        Rule(
+            "L12",
+            "name-not-as-licensed",
+            "warning",
+            "A license wants the name of a model that it helped to train to begin with a word.",
+            "Name it so, with --name and as REPO. A warning does not stop kconv publish.",
+            _named,
         ),
     )
 }

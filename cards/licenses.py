@@ -67,6 +67,10 @@ META = re.compile(r"meta-llama/(?:meta-)?llama-(?P<number>\d(?:\.\d)?)-.+", re.I
 PERMISSION = r"permission is hereby granted, free of charge"
 # The clause of Modified MIT names a product, a different one for each of Moonshot's models.
 DISPLAY = re.compile(r"prominently display \"(?P<name>[^\"]+)\" on the user interface")
+# What Llama's and Qwen's licenses want said of a model that their materials improved, and how it must be named; each of
+# several phrases will do. https://www.llama.com/llama3_1/license/, section 1.b.i
+SHOWN = re.compile(r"prominently display (?P<words>\"[^\"]+\"(?: or \"[^\"]+\")*) (?:on a related|in the related)")
+BEGINS = re.compile(r"include \"(?P<name>[^\"]+)\" at the beginning of any such ai model name", re.IGNORECASE)
 HOLDER = re.compile(r"copyright \(c\) (?P<year>\d{4}) (?P<holder>[^\n]+)", re.IGNORECASE)
 QUOTES = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'"})
 
@@ -236,7 +240,7 @@ def recognise(text: str) -> License | None:
 
 def normalise(text: str) -> str:
     """Return a text in lower case, with straight quotes and single spaces."""
-    return " ".join(text.translate(QUOTES).lower().split())
+    return _straight(text).lower()
 
 
 def digest_text(text: str) -> str:
@@ -246,8 +250,24 @@ def digest_text(text: str) -> str:
 
 def attribution_in(text: str) -> str | None:
     """Return the name that a Modified MIT text requires large products to show, e.g. "Kimi K2.6"."""
-    found = DISPLAY.search(" ".join(text.translate(QUOTES).split()))
+    found = DISPLAY.search(_straight(text))
     return found["name"] if found else None
+
+
+def shown_in(text: str) -> tuple[str, ...]:
+    """Return the phrases of which a text requires a card to show one, e.g. "Built with Llama"."""
+    found = SHOWN.search(_straight(text))
+    return tuple(found["words"].strip('"').split('" or "')) if found else ()
+
+
+def name_begins(text: str) -> str:
+    """Return what a text requires the names of trained models to begin with, e.g. "Llama"; "" if nothing."""
+    found = BEGINS.search(_straight(text))
+    return found["name"] if found else ""
+
+
+def _straight(text: str) -> str:
+    return " ".join(text.translate(QUOTES).split())
 
 
 def copyright_in(text: str) -> str | None:

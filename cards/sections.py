@@ -20,7 +20,7 @@ from ..validate.report import Report, called
 from . import target_card
 from .evidence import Evidence, Said, cell
 from .facts import NOT_OURS, SUBCARDS
-from .licenses import attribution_in
+from .licenses import attribution_in, shown_in
 
 CHART = "acceptance.png"
 SUBCARD_TITLES = {
@@ -152,6 +152,12 @@ def attribution(evidence: Evidence) -> str:
     """Return the name that the target's license requires products to show, in quotes; "" if unknown."""
     names = [attribution_in(text.text) for text in evidence.texts if text.license.attribution]
     return next((f'"{name}"' for name in (*names, evidence.facts.license.attribution) if name), "")
+
+
+def shown(evidence: Evidence) -> list[str]:
+    """Return what the licenses require a card to show, each once."""
+    phrases = [shown_in(text.text) for text in evidence.texts]
+    return list(dict.fromkeys(first for first, *_ in filter(None, phrases)))
 
 
 def subcards(said: Said) -> list[tuple[str, list[tuple[str, str]]]]:

@@ -1,4 +1,4 @@
-"""Licenses: which files follow, and each check from L1 to L10."""
+"""Licenses: which files follow, and each check from L1 to L12."""
 
 from __future__ import annotations
 
@@ -180,6 +180,36 @@ def test_l5_a_llama_license_needs_its_text_and_its_notice(output):
     assert OF_META in (output / "NOTICE").read_text().splitlines()
     (output / "NOTICE").write_text("mine")
     assert ("error", "L5", "NOTICE") in found(output, facts)
+
+
+# Section 1.b.i of the same, and section 5.b of the Qwen license: https://huggingface.co/Qwen/Qwen2.5-72B/blob/main/LICENSE
+SHOWS = (
+    LLAMA + "(B) prominently display “Built with Llama” on a related website, ... also include “Llama” at the\n"
+    "beginning of any such AI model name.",
+    "Qwen LICENSE AGREEMENT ... prominently display “Built with Qwen” or “Improved using Qwen” in the related product",
+)
+
+
+def test_l11_words_that_a_license_wants_shown_are_shown(output):
+    for text, license, word in zip(SHOWS, ("llama3.1", "qwen"), ("Built with Llama", "Built with Qwen"), strict=True):
+        facts = FACTS.model_copy(update={"source_head": "org/head", "license": LicenseFacts(id=license)})
+        (output / "LICENSE-TARGET").unlink(missing_ok=True)
+        for name in ("README.md", "NOTICE", "LICENSE"):
+            (output / name).unlink(missing_ok=True)
+        card = make(output, facts, LICENSE=text)
+        assert f"\n**{word}**\n" in card.read_text()
+        assert "L11" not in {rule for _, rule, _ in found(output, facts)}
+        card.write_text(card.read_text().replace(word, ""))
+        assert ("error", "L11", "README.md") in found(output, facts)
+    card.write_text(card.read_text() + "Improved using Qwen")
+    assert "L11" not in {rule for _, rule, _ in found(output, facts)}
+
+
+@pytest.mark.parametrize(("name", "warned"), [("me/head-vllm", True), ("me/Llama-3.1-8B-Eagle3", False)])
+def test_l12_a_model_of_llamas_is_named_after_it(output, name, warned):
+    facts = FACTS.model_copy(update={"name": name, "source_head": "org/head", "license": LicenseFacts(id="llama3.1")})
+    make(output, facts, LICENSE=SHOWS[0])
+    assert (("warning", "L12", "README.md") in found(output, facts)) == warned
 
 
 @pytest.mark.parametrize(
