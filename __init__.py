@@ -14,6 +14,7 @@ Each operation is a function, and takes what its command and its recipe step tak
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -28,7 +29,9 @@ def __getattr__(name: str) -> Any:
     from importlib.util import find_spec
 
     if name not in functions.operations().OPERATIONS:
-        raise AttributeError(f"module 'kconv' has no attribute {name!r}")
+        layout = name.removeprefix("to_")
+        instead = f"; write kconv.convert(HEAD, OUT, to={layout!r})" if layout != name else ""
+        raise AttributeError(f"module 'kconv' has no attribute {name!r}{instead}", name=name, obj=sys.modules[__name__])
     return import_module(f".{name}", __name__) if find_spec(f"{__name__}.{name}") else functions.function(name)
 
 

@@ -750,7 +750,7 @@ def quantize_head(
     rope_theta: float | None = None,
     layers: int | None = None,
     max_positions: int | None = None,
-    target: _Path | None = None,
+    target: _Path,
     target_layers: int | None = None,
     mask_token: int | None = None,
     sample_from_anchor: bool | None = None,
@@ -777,7 +777,7 @@ def quantize_head(
         rope_theta: RoPE base, if the config omits it.
         layers: Decoder layers of the head, if the config states the target's.
         max_positions: Longest context that you will serve.
-        target: The target; its depth decides the default captured layers.
+        target: The target that the states come from.
         target_layers: The target's depth, instead of --target.
         mask_token: mask_token_id, if the config omits it.
         sample_from_anchor: sample_from_anchor, if the config omits it.

@@ -39,6 +39,17 @@ class Where(str):
         return str(self) if self.file.is_absolute() else f"{folder}/{self}"
 
 
+class Setting(str):
+    """A value of --set that an error is about: the text that says it, and the key as a value."""
+
+    key: str
+
+    def __new__(cls, key: object) -> Setting:
+        setting = super().__new__(cls, f"--set {key}")
+        setting.key = str(key)
+        return setting
+
+
 def in_config(key: str = "") -> Where:
     """Return the place of a key of the config.json in hand, or of the whole file."""
     return Where(Path("config.json"), key)
@@ -62,7 +73,7 @@ class KconvError(Exception):
     ) -> None:
         self.what, self.fix = (PASSWORD.sub("://***@", readable(text)) for text in (what, fix))
         where = Where(where) if isinstance(where, Path) else where
-        self.where = where if isinstance(where, Where) else PASSWORD.sub("://***@", readable(where))
+        self.where = where if isinstance(where, Where | Setting) else PASSWORD.sub("://***@", readable(where))
         self.see, self.needs = see, needs
         self.code = code or re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=A)(?=[A-Z][a-z])", "-", type(self).__name__).lower()
         super().__init__(self.what)

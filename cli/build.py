@@ -233,7 +233,8 @@ class InWords:
         enough = self.min is None or found > self.min or (found == self.min and not self.min_open)
         few = self.max is None or found < self.max or (found == self.max and not self.max_open)
         if not (enough and few):
-            raise click.BadParameter(f"{value} is not {self._describe_range()}.", ctx, param)
+            share = "; it is a share, and 1 % is 0.01" if param and param.metavar == "SHARE" else ""
+            raise click.BadParameter(f"{value} is not {self._describe_range()}{share}.", ctx, param)
         return found
 
     def _describe_range(self) -> str:

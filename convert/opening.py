@@ -88,5 +88,5 @@ def find_misfit(spec: Spec, target: TargetConfig, name: str) -> Problem | None:
         f"the head needs hidden states of width {spec.target_hidden} and a vocabulary of {spec.vocab:,}, but the "
         f"target has {target.hidden} and {target.vocab:,}",
         where=name,
-        fix="Pass the target that the head was trained on, or state target_hidden_size in the head's config.",
+        fix="Pass the target that the head was trained on.",
     ).problem()

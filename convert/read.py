@@ -18,8 +18,9 @@ from ..drafters.base import Drafter, Kind, Spec
 from ..drafters.captured import Captured
 from ..drafters.contract import FLOATS, Problems, check_d2t, compare, problem_of, summarize
 from ..drafters.facts import Fact, Undecided, find_undecided
+from ..drafters.keys import ABSENT, find
 from ..drafters.slots import INTEGER, needs
-from ..drafters.spec import Mla
+from ..drafters.spec import Gqa, Mla
 from ..engines import detect
 from ..engines.layout import Layout, Stored, ignorable, readable, unclaimed
 from ..engines.moves import Same
@@ -191,6 +192,7 @@ def read(
         unclaimed=unclaimed(layout, spec),
         slots={name: row.slots[0] for name, row in rows.items()},
         norm_fix=layout.drafter.norm_fix,
+        assumed=_assumed(layout, spec, found.keys),
     )
     if misfits and (another := _other_attention(spec, tensors)) is not None:
         misfits = [another]  # what else does not fit is a consequence
@@ -227,6 +229,17 @@ def read(
 
 
 ITS_CONFIG = "Put the config.json that was exported with these tensors beside them."
+
+
+def _assumed(layout: Layout, spec: Spec, keys: Mapping[str, Any]) -> dict[str, str]:
+    """Return the keys of dims that a config leaves out, by the names that the shape formulas have for them."""
+    kind = Mla if isinstance(getattr(spec, "attention", None), Mla) else Gqa
+    own = (*layout.drafter.keys, *layout.drafter.attention.get(kind, ()))
+    return {
+        key.field.rpartition(".")[2]: key.names[0]
+        for key in own
+        if key.default and key.kind == "count" and all(find(keys, name) is ABSENT for name in key.names + key.also)
+    }
 
 
 def _other_attention(spec: Spec, tensors: Mapping[str, TensorInfo]) -> Problem | None:

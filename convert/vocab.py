@@ -147,6 +147,7 @@ def examine(
         if copies is not None and lm_head is not None and reference is not None:
             marks = t2d if reading.marked_otherwise or kind == NEITHER else None
             found = _judge_marks(copies, lm_head, reference, marks, stored_name(layout, "d2t"))
+            faults = _decide(faults, copies, found)
             faults += found or ([] if kind == ABSOLUTE else _judge_rows(copies, lm_head, reference, reading))
     ids = np.unique(reading.ids[(reading.ids >= 0) & (reading.ids < spec.vocab)])
     names = name_specials(spec, specials or {})
@@ -225,6 +226,16 @@ def _judge_marks(
     what = f"{found.by_offset} of {copies.rows} rows of lm_head equal the target's rows that t2d marks, but only "
     what += f"{copies.by_offset} those that d2t names: d2t is wrong"
     return [Problem("K217", "error", name, what, f"Keep t2d; do not rebuild it. {AS_TRAINED}", TensorValue)]
+
+
+def _decide(faults: list[Problem], copies: Copies, wrong: list[Problem]) -> list[Problem]:
+    """Return faults, of two maps that contradict each other only the one that the target's rows show to be wrong."""
+    if wrong:
+        return [fault for fault in faults if fault.code != "K178"]
+    if copies.by_offset < copies.rows:
+        return faults
+    fix = "Rebuild t2d, as lm_head has the target's rows that d2t names: kconv vocab HEAD OUT --rebuild-t2d"
+    return [replace(f, fix=f"{fix} --target TARGET.") if f.code == "K178" else f for f in faults]
 
 
 def _wrong_rows(copies: Copies, name: str) -> Problem:

@@ -135,6 +135,7 @@ def compare(
     unclaimed: Mapping[str, str],
     slots: Mapping[str, str] | None = None,
     norm_fix: str = "",
+    assumed: Mapping[str, str] | None = None,
 ) -> list[Problem]:
     """Compare the tensors that a spec demands with a checkpoint's headers.
 
@@ -145,6 +146,7 @@ def compare(
         unclaimed: names that the layout knows for other specs, with the reason why they do not apply here.
         slots: the first slot of each tensor, by tensor name; it decides which rule covers the tensor.
         norm_fix: what to do about an unknown norm; "" for what is said of any other tensor.
+        assumed: keys that the config leaves out, by the names that the shape formulas have for their values.
 
     Returns:
         Every problem, missing tensors first.
@@ -161,7 +163,7 @@ def compare(
         what = f"{name} {held[name].dtype} {list(held[name].shape)} has no place in this head: {why}"
         problems.append(_problem(TensorUnknown, name, what, name, fix))
     for name in sorted(expected.keys() & held.keys()):
-        problems += _compare_one(expected[name], held[name], slots.get(name, name))
+        problems += _compare_one(expected[name], held[name], slots.get(name, name), assumed or {})
     return problems
 
 
@@ -199,10 +201,13 @@ def _missing(want: Expected, held: Iterable[str], slot: str) -> Problem:
     return _problem(TensorMissing, slot, what, want.name, fix)
 
 
-def _compare_one(want: Expected, have: TensorInfo, slot: str) -> Iterator[Problem]:
+def _compare_one(want: Expected, have: TensorInfo, slot: str, assumed: Mapping[str, str]) -> Iterator[Problem]:
     if have.shape != want.shape:
         follows = f" ({want.formula})" if want.formula else ""
-        fix = "Correct the config's dims, or export the head again; its config belongs to another head."
+        fix = "Correct the config's dims, or export the head again; its config may belong to another head."
+        if left_out := [assumed[name] for name in re.findall(r"\w+", want.formula) if name in assumed]:
+            follows += f"; the config has no {left_out[0]}, so its default is taken"
+            fix = f"Add {left_out[0]} to config.json as the head was trained, or export the head again."
         if have.shape == want.shape[::-1]:
             follows, fix = f"{follows}; it is transposed", "Transpose it: a weight is [outputs, inputs]."
         yield _problem(

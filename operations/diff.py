@@ -299,6 +299,7 @@ class Diff(Reading):
         return StepFailed(f"{self.a} and {self.b} differ", fix="Do what made B again, or remove the step.")
 
     def _side(self, context: Context, name: str) -> Drafted:
+        from ..convert.identify import WHOLE_MODEL
         from ..convert.read import read
         from ..validate.head import validate_head
         from ..validate.options import ValidateOptions
@@ -307,7 +308,12 @@ class Diff(Reading):
         headers = source.open_headers()
         reading = read(headers, values=False)
         if reading.kind is not None and not reading.kind.is_head:
-            reading.sound_head()  # raises the error, with the folder's name
+            try:
+                reading.sound_head()
+            except KconvError as fault:  # with the folder's name
+                if reading.kind is WHOLE_MODEL:
+                    fault.fix = f"A and B are drafters. For a head and its target: kconv validate HEAD --target {name}."
+                raise
         layout, hints = reading.layout or self.layout(), self._about(reading, context)
         # A checkpoint on the Hub is downloaded once its headers are known to be a drafter's.
         downloads = reading.checkpoint.headers_only and not self.headers_only

@@ -223,7 +223,8 @@ def _passed(release: ApprovedRelease, asks: bool) -> Iterator[str]:
     from ..cards.publish.gate import Check
 
     # A release check's sentence says what holds, a license check's what would be wrong.
-    licenses = [check.id for check in release.checks if not isinstance(check, Check)]
+    warned = {finding.rule for finding in release.findings}
+    licenses = [check.id for check in release.checks if not isinstance(check, Check) and check.id not in warned]
     yield from (f"passed {check.id}: {check.sentence}" for check in release.checks if isinstance(check, Check))
     if licenses:
         yield f"passed {', '.join(licenses)}: licenses and origins"

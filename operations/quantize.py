@@ -395,17 +395,14 @@ class QuantizeHead(Reading):
     out: Name = argument("The folder to write; it must not exist.", kind="output")
     format: Literal["fp8", "nvfp4"] = option(..., "Number format of the linear layers.")
     states: Name = option(..., "Output of kconv states, for calibration.", kind="file")
+    target: Name = option(  # pyright: ignore[reportIncompatibleVariableOverride]
+        ..., "The target that the states come from.", kind="checkpoint"
+    )
     min_retention: Share = option(
         0.97,
         "Smallest share of the acceptance length that may remain.",
         metavar="SHARE",
     )
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        if self.target is None:
-            raise ValueError("--target is required: the model that the states come from")
-        return self
 
     def run(self, context: Context) -> Converted:
         """Write the head.
@@ -419,7 +416,7 @@ class QuantizeHead(Reading):
         from ..quantize.head.plan import quantize_head
 
         refuse_existing_output(self.out, self.head)
-        head, target = self.open(context, self.head), context.source(self.target or "")
+        head, target = self.open(context, self.head), context.source(self.target)
         with context.status("quantizing") as say:
             manifest, kept = quantize_head(
                 head, FORMATS[self.format], Path(self.out), target, context.path(self.states),

@@ -15,7 +15,7 @@ from ..cards.publish.floor import RECIPE
 from ..checkpoint.folder import Checkpoint, open_checkpoint
 from ..checkpoint.schema import line_of
 from ..checkpoint.source import Folder, Source
-from ..errors import KconvError, RecipeInvalid, ReleaseStateInvalid
+from ..errors import KconvError, RecipeInvalid, ReleaseStateInvalid, Setting
 from ..installed import sources_digest, version
 from ..operations.base import Context, ReleaseFacts
 from ..options import in_recipe
@@ -195,9 +195,8 @@ def prepare(release: Release, text: str, root: Path, selection: Selection, file:
 
 def _place_of(fault: KconvError, step: Step) -> tuple[str, str]:
     """Return the key of a step that an error is about, and what is wrong with it."""
-    setting = fault.where.removeprefix("--set ")
-    if setting != fault.where:
-        return f"set.{setting}", fault.what
+    if isinstance(fault.where, Setting):
+        return f"set.{fault.where.key}", fault.what
     beside = f" ({fault.where})" if fault.where and fault.where not in fault.what else ""
     return "recipe" if "recipe" in type(step.request).model_fields else "", f"{fault.what}{beside}"
 

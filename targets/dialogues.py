@@ -39,6 +39,9 @@ def read_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
     return {} if found is None else {REASONING: found}
 
 
+FORMS = 'Write {"messages": [...]}, {"conversations": [...]}, {"prompt": "", "response": ""} or {"text": ""}.'
+ANSWERED = "These are prompts. kconv generate has a server's target answer them; kconv states takes them as --prompts."
+
 ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
 Messages = list[dict[str, str]]
 
@@ -154,10 +157,9 @@ def _messages(row: Mapping[str, Any], where: str) -> Messages:
             raise ValueError("a turn is empty, or is not text")
     except (AttributeError, KeyError, TypeError, ValueError) as fault:
         why = f"a turn is from {fault}, not {', '.join(ROLES)}" if isinstance(fault, KeyError) else fault
+        asks = ("prompt" in row or "turns" in row) and not ("messages" in row or "conversations" in row)
         raise TrainingDataInvalid(
-            f"this row is not a dialogue: {why}",
-            where=where,
-            fix='Write {"messages": [...]}, {"conversations": [...]}, {"prompt": "", "response": ""} or {"text": ""}.',
+            f"this row is not a dialogue: {why}", where=where, fix=ANSWERED if asks else FORMS
         ) from fault
     return messages
 

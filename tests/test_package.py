@@ -109,3 +109,8 @@ def test_help_shows_the_function_and_each_option():
         text = pydoc.render_doc(getattr(kconv, name), renderer=pydoc.plaintext)
         assert re.search(rf"\b{name}\(head: \S+, .*\) -> \w+$", text, re.MULTILINE)
         assert all(re.search(rf"^ +{option}: \S.*\.$", text, re.MULTILINE) for option in load(name).model_fields)
+
+
+def test_a_function_that_is_a_command_alone_names_the_one_to_call():
+    with pytest.raises(AttributeError, match=r"write kconv\.convert\(HEAD, OUT, to='vllm'\)"):
+        _ = kconv.to_vllm

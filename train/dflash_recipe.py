@@ -129,14 +129,15 @@ class BlockRecipe(DrafterRecipe):
         captured = guessed(target.layers, layers)
         if "captured" not in stated and list(captured) != sorted(set(captured)):
             raise RecipeInvalid(
-                f"the usual layers for a drafter of {layers} would be one of this target's {target.layers} twice",
+                f"a drafter of {layers} layers reads as many of the target's, evenly spread, and this target has too "
+                f"few for that ({target.layers})",
                 where=where(("layers",)),
-                fix="Pass fewer with --set layers=N, or as many of the target's with --set captured=1,2,3.",
+                fix="Set a smaller number of layers (--set layers=N), or choose the target's (--set captured=1,2,3).",
             )
         if "mask" not in stated:
             raise RecipeInvalid(
                 "the recipe has no mask, the token in all slots of a block but the first",
-                fix="Set mask to the tokenizer's mask token, or else to the id of a token that no text has.",
+                fix="Pass --set mask=ID: the tokenizer's mask token, or else a token that no text has.",
             )
         # A target of another attention says nothing of heads that share keys.
         kv_heads = None if target.text.get("kv_lora_rank") else target.text.get("num_key_value_heads")

@@ -18,7 +18,7 @@ from ..drafters.captured import default_outputs
 from ..drafters.eagle3 import is_parallel
 from ..drafters.rope_keys import read_rope
 from ..drafters.spec import Gqa, HeadSpec, Linear, Llama3, Mla, Norms, Rope, Tokens, Yarn
-from ..errors import RecipeInvalid
+from ..errors import RecipeInvalid, Setting
 from ..strict import adapter
 from ..targets.config import TargetConfig
 from .dflash_recipe import DFlashRecipe, DSparkRecipe
@@ -214,9 +214,9 @@ class Stated(dict[str, Any]):
     def where(self, place: Sequence[str | int]) -> str:
         """Return where a key comes from: the file and its line, or --set."""
         if place and place[0] in self.settings:
-            return f"--set {place[0]}"
+            return Setting(place[0])
         line = line_of(self.text, place)
-        return f"{self.name}:{line}" if line else self.name
+        return f"{self.name}:{line}" if line and self.name not in NAMES else self.name
 
 
 def with_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -417,8 +417,8 @@ def check_keys(values: Mapping[str, Any]) -> None:
             fix="Set passes to the number of passes through the data: 1 or more.",
         )
     check_fit(kind.contradictions(values), where_of(values))
+    own = {key: value for key, value in values.items() if key not in (*kind.SHORT, "passes")}
     try:
-        own = {key: value for key, value in values.items() if key not in (*kind.SHORT, "passes")}
         adapter(kind).validate_python(own)
     except ValidationError as fault:
         # The target, or the head to continue from, states what a recipe leaves out.
@@ -468,11 +468,13 @@ def complete(
         wrong = [key for key in kind.OF_THE_HEAD if key in own and getattr(whole, key) != getattr(recipe, key)]
         wrong += kind.other_than(init_from, stated)
         if wrong:
+            named = isinstance(values, Stated) and values.name in NAMES and wrong[0] not in values.settings
             raise RecipeInvalid(
                 f"the recipe's {', '.join(wrong)} differs from the --init-from head's",
                 where=where(wrong[:1]),
-                fix="Remove these keys, which the head decides, or for decoder use the other recipe of eagle3-mla and "
-                "eagle3-gqa.",
+                fix=f"Pass a YAML file without {', '.join(wrong)}, or the head's own recipe: one of {', '.join(NAMES)}."
+                if named
+                else f"Remove {', '.join(wrong)}: the head decides it.",
             )
     if recipe.batches * recipe.batch > rows:
         raise RecipeInvalid(

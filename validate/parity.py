@@ -197,7 +197,9 @@ def _from_states(
     # ModelOpt's dump has no record, and holds the layers that the head was trained with.
     stored = read_record(folder).captured if (folder / RECORD).exists() else _captured(output, source)
     readings = find_readings(output, config, still_open, stored)
-    captured = _layers(output, source, readings, stored)
+    own = _captured(output, source)
+    # Of states that lack one of the head's layers, the error names the head's alone.
+    captured = _layers(output, source, readings, stored) if {*own} <= {*stored} else own
     states = _open_states(folder, captured, config, target, allow_pickle=options.allow_pickle)
     refuse_overlap((s.digest for s in states.sequences), output.checkpoint.folder, map(Path, options.calibrated_on))
     say("reading the target's embedding and lm_head")

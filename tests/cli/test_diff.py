@@ -274,6 +274,7 @@ def test_what_is_no_drafter_is_refused(head, tmp_path, place):
     for other, said in (
         (target, "a whole model"),
         (target, "target/config.json"),
+        (target, "kconv validate HEAD --target"),
         (empty, "no *.safetensors"),
         (tmp_path / "gone", "no folder"),
     ):

@@ -82,6 +82,14 @@ def test_a_wrong_shape_says_what_it_follows_from(tmp_path):
         read_head(open_checkpoint(folder))
 
 
+def test_a_wrong_shape_names_a_key_that_the_config_leaves_out(tmp_path):
+    config = VLLM.write_config(GQA)
+    del config["num_key_value_heads"]
+    with pytest.raises(TensorShape, match="the config has no num_key_value_heads, so its default is taken") as caught:
+        read_head(open_checkpoint(head(tmp_path, GQA, config=config)))
+    assert caught.value.fix.startswith("Add num_key_value_heads")
+
+
 def test_a_transposed_tensor_is_said_to_be_that(tmp_path):
     folder = head(tmp_path, GQA, lambda tensors: tensors.update({"fc.weight": tensors["fc.weight"].T.contiguous()}))
     with pytest.raises(TensorShape, match=r"\[144, 48\]; the config demands \[48, 144\].*; it is transposed") as caught:

@@ -190,6 +190,14 @@ def test_a_d2t_that_names_fewer_copied_rows_than_t2d_marks_is_wrong(report):
     found = report(d2t=D2T + 1, lm_head=TARGET[IDS], target=TARGET)
     assert "8 of 8 rows of lm_head equal the target's rows that t2d marks, but only 0" in faults(found)
     assert found.faults[-1].fix.startswith("Keep t2d")
+    # Nothing asks which of the two is wrong.
+    assert "K178" not in [fault.code for fault in found.faults]
+
+
+def test_a_t2d_that_contradicts_a_d2t_of_the_targets_rows_is_to_be_rebuilt(report):
+    found = report(t2d=T2D.roll(1), lm_head=TARGET[IDS], target=TARGET)
+    assert [fault.code for fault in found.faults] == ["K178"]
+    assert found.faults[0].fix.startswith("Rebuild t2d")
 
 
 def test_a_d2t_that_leads_outside_is_wrong_where_the_rows_are_those_that_t2d_marks(report):

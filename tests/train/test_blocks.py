@@ -315,9 +315,9 @@ WRONG = {
     "more layers than the target": (
         "dflash",
         {"captured": ..., "layers": 9},
-        "a drafter of 9 would be",
+        "a drafter of 9 layers reads",
     ),
-    "the default of layers": ("dflash", {"captured": ...}, "a drafter of 5 would be one of this target's 7 twice"),
+    "the default of layers": ("dflash", {"captured": ...}, "this target has too few for that"),
     "another kind of attention": (
         "dflash",
         {"attention": {"heads": 4, "q_lora_rank": 64}},

@@ -26,7 +26,8 @@ RULES: tuple[Rule[Any], ...] = (
         "manifest-broken",
         "error",
         "The folder's bytes differ from its manifest.",
-        "Fetch the folder again, or create it again with kconv. Do not serve it as it is.",
+        "Fetch the folder again, or create it again with kconv; what you change on purpose, change in the source. Do"
+        " not serve it as it is.",
         says_fix=True,
     ),
     Rule(

@@ -156,8 +156,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "fc-width",
         "error",
         "The width of fc does not match the number of captured layers.",
-        fix="Transpose fc if it is said to be transposed. Otherwise set the list of captured layers,"
-        " num_aux_hidden_states and target_hidden_size to the training values.",
+        fix="Set the list of captured layers, num_aux_hidden_states and target_hidden_size to the training values."
+        " Transpose fc only if it is said to be transposed.",
         engines=ENGINES,
         seen_in="https://github.com/vllm-project/vllm/issues/54526",
     ),

@@ -162,7 +162,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "not-the-targets-width",
         "error",
         "The head reads hidden states of a different width than the target has.",
-        fix="Give the target that the head was trained on, or state target_hidden_size.",
+        fix="Give the target that the head was trained on.",
         seen_in="https://github.com/vllm-project/vllm/issues/24967",
         check=not_the_targets_width,
         drafters=EVERY_FAMILY,
