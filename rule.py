@@ -137,7 +137,8 @@ class Rule(Generic[S]):
     def lines(self) -> Iterator[Part]:
         yield f"{self.id} {self.name} ({self.severity})"
         yield f"  {self.sentence}"
-        engines = ", ".join(self.engines) or "all"
+        # A check of a card or a release concerns no engine.
+        engines = ", ".join(self.engines) or "all" * self.id.startswith("K")
         facts = {"fix": self.fix, "engines": engines, "releases": self.versions, "seen in": self.seen_in}
         yield from (f"  {name}: {fact}" for name, fact in facts.items() if fact)
 

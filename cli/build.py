@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
-from typing import Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import click
 from click.core import ParameterSource
@@ -21,6 +21,9 @@ from .complete import VALUES, complete_value
 from .group import AS_JSON, Command, OneOf
 from .progress import Terminal
 
+if TYPE_CHECKING:
+    from ..rule import Rule
+
 
 def _explain(context: click.Context, _: click.Parameter, wanted: str | None) -> None:
     if wanted is None or context.resilient_parsing:
@@ -31,10 +34,17 @@ def _explain(context: click.Context, _: click.Parameter, wanted: str | None) -> 
     wants_all = wanted == "all"
     if context.meta[AS_JSON]:
         every = [rule.to_json() for rule in all_rules().values()] if wants_all else []
-        print_json({"rules": every} if wants_all else find_rule(wanted).to_json())
+        print_json({"rules": every} if wants_all else (_release_rule(wanted) or find_rule(wanted)).to_json())
     else:
-        show_lines([list_rules(all_rules())] if wants_all else find_rule(wanted).lines())
+        show_lines([list_rules(all_rules())] if wants_all else (_release_rule(wanted) or find_rule(wanted)).lines())
     context.exit()
+
+
+def _release_rule(wanted: str) -> Rule[Any] | None:
+    """Return a check of kconv card or kconv publish by its id, None if it is none of theirs."""
+    from ..cards.publish.gate import release_rules
+
+    return release_rules().get(wanted.upper())
 
 
 # Options of a command in addition to its operation's.
@@ -46,7 +56,7 @@ EXTRA: dict[str, tuple[click.Parameter, ...]] = {
             callback=_explain,
             is_eager=True,
             expose_value=False,
-            help="Explain a rule, e.g. K101, and exit; all lists the rules.",
+            help="Explain a rule, e.g. K101 or P113, and exit; all lists the K rules.",
             shell_complete=complete_value,
         ),
         click.Option(["-v", "--verbose"], is_flag=True, help="Show the notes too; by default they are only counted."),

@@ -433,6 +433,11 @@ def judge(candidate: Candidate) -> list[Finding]:
         return [*found, *check_folder(candidate.folder, candidate.facts)]
 
 
+def release_rules() -> dict[str, Rule[Any]]:
+    """Return every check of a release and of its licenses by its id."""
+    return {one.id: one for one in (MANIFEST_HOLDS, *CHECKS, *LICENSE_CHECKS.values())}
+
+
 def checks_of(candidate: Candidate) -> tuple[Rule[Any], ...]:
     """Return the checks that are asked of a candidate, in the order in which they are made."""
     asked = [check for check in CHECKS if check.asked_of(candidate)]

@@ -321,7 +321,7 @@ MISTAKES: list[tuple[str, str, int, tuple[str, ...]]] = [
     ("a misspelt part of the floor", "run floor.yaml --dry-run", 1, ("floor.yaml", "draft_token")),
     ("a step without do", "run do.yaml --dry-run", 1, ("do.yaml", "do")),
     ("a misspelt option", "run option.yaml --dry-run", 1, ("option.yaml", "hed")),
-    ("a license as a word", "run license.yaml --dry-run", 1, ("license.yaml", "license", "write license: {id: apache-2.0}")),
+    ("a license as a word", "run license.yaml --dry-run", 1, ("license.yaml", "write license: {id: apache-2.0}")),
     ("a layout in a recipe", "run layout.yaml --dry-run", 1, ("layout.yaml", "vlm", "vllm")),
     ("an indentation", "run indent.yaml --dry-run", 1, ("indent.yaml", "line 6")),
     ("a list for a recipe", "run list.yaml --dry-run", 1, ("list.yaml",)),

@@ -218,6 +218,12 @@ def test_a_report_that_cannot_be_written_is_refused_before_anything_is_read(good
     assert shown.exit_code == 1 and "could not be written" in shown.stderr
 
 
+@pytest.mark.parametrize("rule", ["P113", "l3"])
+def test_a_check_of_a_release_is_explained_too(rule):
+    shown = kconv("validate", "--explain", rule).stdout
+    assert shown.startswith(f"{rule.upper()} ") and "fix: " in shown and "engines" not in shown
+
+
 def test_a_rule_is_explained():
     shown = kconv("validate", "--explain", "K133")
     assert shown.exit_code == 0
