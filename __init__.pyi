@@ -576,7 +576,7 @@ def states(
         prompt_tokens: Cut prompts to N tokens.
         text_tokens: Cut prompt text or dialogues to N tokens.
         chat: Apply the target's chat template to prompts.
-        held_out: Leave out the prompts' own text.
+        held_out: False: Leave out the prompts' own text.
         seed: Random seed for sampling.
         dtype: Dtype; by default the target's.
         shard_mib: Maximum size of a file.
@@ -829,7 +829,7 @@ def card(
         target: The target, for its license.
         source: The checkpoint that HEAD was made from, for its license.
         model_index: Also write the figures into the front matter.
-        chart: Draw no chart.
+        chart: False: Draw no chart.
         init: Write a facts file to fill in, with comments, and no card.
         force: Overwrite an existing card, licenses and facts file.
         missing: List the missing facts; write nothing.

@@ -205,6 +205,10 @@ class ManifestMismatch(KconvError):
     """The bytes on disk differ from the manifest."""
 
 
+class AnotherSource(ManifestMismatch):
+    """A checkpoint is not the one that the manifest names as its source."""
+
+
 class TargetInvalid(KconvError):
     """The target model cannot be read, or is not this head's target."""
 

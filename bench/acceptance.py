@@ -262,7 +262,7 @@ class AcceptanceRow(StrictModel):
         high = (self.draft_tokens or float("inf")) + 1.0 if self.metric in LENGTHS else 1.0
         if not low <= self.value <= high:
             raise ValueError(
-                f"{self.dataset} {self.category}: a {self.metric} of {self.shown} is not within {low:g} and {high:g}"
+                f"{self.dataset} {self.category}: {self.metric} {self.shown} is not from {low:g} to {high:g}"
             )
         rates = self.rates or ()
         if list(rates) != sorted(rates, reverse=True):

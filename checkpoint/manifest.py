@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from ..errors import KconvError, ManifestMismatch, NotACheckpoint
+from ..errors import AnotherSource, KconvError, ManifestMismatch, NotACheckpoint
 from ..escape import command
 from ..installed import version
 from ..strict import StrictModel
@@ -318,18 +318,28 @@ def hold(manifest: Manifest, output: Checkpoint, source: Checkpoint | None, look
         look: the reader with these digests, see `wanted_digests`; others are read here.
 
     Raises:
+        AnotherSource: the source's config is another.
         ManifestMismatch: a file or tensor is missing, unrecorded, or has other bytes.
     """
     _check_files(manifest, output.folder, look)
     _agrees_with_itself(manifest)
     _same(output, {step.output.name: step.output for step in manifest.tensors}, AGAIN, look)
     if source is not None:
-        fix = f"Pass {manifest.source} as it was at the conversion, or convert again."
+        fix = f"Pass {source_beside(output.folder, manifest)} as it was at the conversion, or convert again."
         config = source.folder / "config.json"
         if file_digest(config) != manifest.source_config:
-            raise mismatch(config, f"this is not what {output.source} was made from: its config.json is another", fix)
+            what = f"{output.source} was made from another head or target: this config.json is not its source's"
+            raise AnotherSource(what, where=config, fix=fix)
         held: dict[str, TensorRecord] = {s.name: s for step in manifest.tensors for s in step.sources}
         _same(source, held | {record.name: record for record in manifest.dropped}, fix, look)
+
+
+def source_beside(folder: Path, manifest: Manifest) -> str:
+    """Return the source's name; of a path, as it was seen where kconv ran, the folder that it leads to from above."""
+    if Path(manifest.source).is_absolute():
+        return manifest.source
+    there = (above / manifest.source for above in folder.absolute().parents)
+    return next((os.path.relpath(path) for path in there if (path / "config.json").exists()), manifest.source)
 
 
 def _check_files(manifest: Manifest, folder: Path, look: Look) -> None:

@@ -391,11 +391,22 @@ def parse_json(text: str | bytes) -> Any:
     """
     refuse_many(text if isinstance(text, bytes) else text.encode(errors="replace"), MAX_JSON_VALUES)
     try:
-        value = json.loads(text)
+        value = _loads(text)
         _refuse_halves(text, value)
         return value
     except RecursionError as fault:
         raise ValueError("it is nested too deeply") from fault
+
+
+def _loads(text: str | bytes, **hooks: Any) -> Any:
+    """Parse JSON; of a comma before a closing bracket, Python below 3.13 names the bracket."""
+    try:
+        return json.loads(text, **hooks)
+    except json.JSONDecodeError as fault:
+        before, after = fault.doc[: fault.pos].rstrip(), fault.doc[fault.pos :].lstrip()
+        if before.endswith(",") and after[:1] in ("}", "]"):
+            raise json.JSONDecodeError("a comma too many", fault.doc, len(before) - 1) from fault
+        raise
 
 
 HALF = "it holds half a surrogate pair, which is not valid text"
@@ -441,7 +452,7 @@ def parse_object(text: bytes) -> dict[str, Any]:
     """
     refuse_many(text, MAX_JSON_VALUES)
     try:
-        value: Json = json.loads(
+        value: Json = _loads(
             text.decode(), object_pairs_hook=_unique, parse_int=_whole, parse_float=_finite, parse_constant=_finite
         )
         _refuse_halves(text, value)

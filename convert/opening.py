@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import Checkpoint
-from ..checkpoint.manifest import Hints, mismatch
+from ..checkpoint.manifest import Hints, mismatch, source_beside
 from ..checkpoint.source import Source
 from ..drafters.base import Spec
 from ..engines import by_name
@@ -53,7 +55,8 @@ def open_origin(checkpoint: Checkpoint, output: Source, target: Source | None, h
                 recorded = _read(checkpoint, None, hints or Hints(), config)
                 return Origin(recorded, recorded)
             what = f"{output.name} was made from another config.json"
-            fix = f"Pass {manifest.source} as it was at the conversion, or convert this head."
+            named = source_beside(Path(output.name), manifest)
+            fix = f"Pass {named} as it was at the conversion, or convert this head."
             raise mismatch(checkpoint.source, what, fix) from error
         return Origin(recorded, recorded)
     recorded = _read(checkpoint, by_name(manifest.source_layout), manifest.hints, config)

@@ -83,7 +83,7 @@ def check_retention(figures: Retention, least: float, instead: str = "") -> None
         raise ConversionInaccurate(
             f"the head retains {figures.kept:.2%} ± {figures.kept_error:.2%} of {figures.against} acceptance length on "
             f"{figures.sequences} held-out sequences, which is too uncertain to tell a loss of {1 - least:.2%}",
-            fix="Use more text for --prompts or --states.",
+            fix="Use more text: more prompts, or states of more prompts.",
         )
     # In this order, since NaN does not compare as less either.
     if not figures.kept >= least:

@@ -204,10 +204,9 @@ class Operation(StrictModel):
         """
         places = [name for name, info in cls.model_fields.items() if marks(info).argument]
         if len(args) > len(places):
-            raise TypeError(f"{cls.__name__} takes {len(places)} arguments ({', '.join(places)}), not {len(args)}")
-        return cls.checked(
-            dict(zip(places, args, strict=False)) | options, f"help(kconv.{command_name(cls).replace('-', '_')})"
-        )
+            by_place = f"takes {len(places)} by position ({', '.join(places)}), but {len(args)} were given"
+            raise TypeError(f"kconv.{_in_python(cls)} {by_place}; name the others, as in NAME=VALUE")
+        return cls.checked(dict(zip(places, args, strict=False)) | options, f"help(kconv.{_in_python(cls)})")
 
     @classmethod
     def checked(cls, values: Mapping[str, Any], see: str = "") -> Self:
@@ -237,6 +236,10 @@ class Operation(StrictModel):
 def command_name(cls: type[Operation]) -> str:
     """Return an operation's name on the command line, e.g. "quantize-head"."""
     return "".join(f"-{c.lower()}" if c.isupper() else c for c in cls.__name__).lstrip("-")
+
+
+def _in_python(cls: type[Operation]) -> str:
+    return command_name(cls).replace("-", "_")
 
 
 def first_wrong(cls: type[Operation], error: ValidationError) -> str:
@@ -330,7 +333,8 @@ def in_python(cls: type[Operation]) -> list[tuple[str, FieldInfo]]:
 
 def describe(cls: type[Operation]) -> str:
     """Return an operation's docstring for Python: what it does, and a line for each option."""
-    lines = (f"    {name}: {info.description}" for name, info in in_python(cls))
+    # A switch's sentence in the command's help says what its --no-form does.
+    lines = (f"    {name}: {'False: ' * (info.default is True)}{info.description}" for name, info in in_python(cls))
     return "\n".join([f"{inspect.getdoc(cls)}\n\nArgs:", *lines])
 
 

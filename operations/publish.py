@@ -55,6 +55,8 @@ class PublishResult(Result):
         made = self.made
         for finding, allowance in self.release.passed:
             yield f"allowed {finding.rule} {finding.where}: {finding.message} ({allowance.why})"
+        for finding in self.release.warnings:
+            yield f"{finding.severity} {finding.rule} {finding.where}: {finding.message}\n  fix: {finding.fix}"
         if made is None:
             yield f"{len(self.release.checks)} release checks passed; the Hub was not asked, and nothing was changed"
             return
@@ -223,8 +225,7 @@ def _passed(release: ApprovedRelease, asks: bool) -> Iterator[str]:
     from ..cards.publish.gate import Check
 
     # A release check's sentence says what holds, a license check's what would be wrong.
-    warned = {finding.rule for finding in release.findings}
-    licenses = [check.id for check in release.checks if not isinstance(check, Check) and check.id not in warned]
+    licenses = [check.id for check in release.checks if not isinstance(check, Check)]
     yield from (f"passed {check.id}: {check.sentence}" for check in release.checks if isinstance(check, Check))
     if licenses:
         yield f"passed {', '.join(licenses)}: licenses and origins"

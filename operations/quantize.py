@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 DATA_FREE = "data-free"
 # Where each backend gets the input scales from, and the options that only it has.
-SCALES = {"stream": f"a calibration file, or {DATA_FREE}", "modelopt": "a JSONL file"}
+SCALES = {"stream": f"a file of kconv calibrate, or {DATA_FREE}", "modelopt": "a JSONL file"}
 OF_BACKEND = {
     "stream": ("input_scale", "jobs"),
     "modelopt": ("prompts", "tokens", "chat", "trust_remote_code"),

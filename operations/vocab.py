@@ -122,7 +122,7 @@ class Vocab(Reading):
         if self.text and asked and not self.prune:
             raise ValueError(f"--text has no effect on {asked[0]}")
         if self.prune and not self.text:
-            raise ValueError("--prune needs --text, to count tokens")
+            raise ValueError("--prune needs --text, to count tokens, and --target, for its tokenizer")
         if self.text and not self.target:
             raise ValueError("--text needs --target, for its tokenizer")
         return self

@@ -43,6 +43,13 @@ class TargetIdentity(StrictModel):
     weights: str
 
 
+# What two targets are compared by, in words.
+COMPARED = {
+    "hidden": "hidden size", "layers": "number of layers", "vocab": "vocabulary", "norm": "final norm",
+    "weights": "content of its weights",
+}  # fmt: skip
+
+
 class CalibrationPrompts(StrictModel):
     """The calibration text: the file's sha256, prompts and tokens, and the digest of each prompt."""
 
@@ -171,11 +178,12 @@ def from_calibration(file: Path, target: Checkpoint, config: TargetConfig) -> In
     """Return the scales from a calibration of exactly this target."""
     calibration, own = read_calibration(file), identify(target, config)
     theirs = calibration.target
-    compared = ("hidden", "layers", "vocab", "norm", *(["weights"] if own.form == theirs.form else []))
-    differing = [name for name in compared if getattr(theirs, name) != getattr(own, name)]
+    apart = [name for name in COMPARED if getattr(theirs, name) != getattr(own, name)]
+    # Of another form, the same weights are stored otherwise.
+    differing = [name for name in apart if name != "weights" or own.form == theirs.form]
     if differing:
         raise InputScalesInvalid(
-            f"{file.name} belongs to another target, which has not the same {' and '.join(differing)}",
+            f"{file.name} belongs to another target, of another {' and '.join(map(COMPARED.__getitem__, differing))}",
             where=file,
             fix="Calibrate this target, or pass --input-scale data-free.",
         )

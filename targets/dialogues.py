@@ -157,7 +157,7 @@ def _messages(row: Mapping[str, Any], where: str) -> Messages:
             raise ValueError("a turn is empty, or is not text")
     except (AttributeError, KeyError, TypeError, ValueError) as fault:
         why = f"a turn is from {fault}, not {', '.join(ROLES)}" if isinstance(fault, KeyError) else fault
-        asks = ("prompt" in row or "turns" in row) and not ("messages" in row or "conversations" in row)
+        asks = {"prompt", "turns"} & row.keys() and not {"messages", "conversations", "response"} & row.keys()
         raise TrainingDataInvalid(
             f"this row is not a dialogue: {why}", where=where, fix=ANSWERED if asks else FORMS
         ) from fault

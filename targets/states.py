@@ -224,7 +224,7 @@ def read_record(folder: Path) -> StatesRecord:
         fix = (
             f"Give {own}."
             if (own / RECORD).exists()
-            else "Give a folder that kconv states wrote; --prompts takes prompts."
+            else f"Give a folder of states; kconv states TARGET OUT --prompts {folder.name} makes one of prompts."
         )
         raise StatesInvalid(f"{folder} is a file, not a folder of states", where=folder, fix=fix)
     missing = StatesInvalid(f"{folder} holds no {RECORD}", where=folder, fix="Create it with kconv states.")

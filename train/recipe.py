@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from ..checkpoint.schema import MAX_YAML, Wrong, line_of, no_such_key, parse_yaml, read_bounded, wrong_value
 from ..drafters.base import Spec
 from ..drafters.captured import default_outputs
+from ..drafters.dflash import DFlashSpec
 from ..drafters.eagle3 import is_parallel
 from ..drafters.rope_keys import read_rope
 from ..drafters.spec import Gqa, HeadSpec, Linear, Llama3, Mla, Norms, Rope, Tokens, Yarn
@@ -469,10 +470,11 @@ def complete(
         wrong += kind.other_than(init_from, stated)
         if wrong:
             named = isinstance(values, Stated) and values.name in NAMES and wrong[0] not in values.settings
+            own_name = _own_recipe(init_from)
             raise RecipeInvalid(
-                f"the recipe's {', '.join(wrong)} differs from the --init-from head's",
+                f"the recipe's {', '.join(wrong)} differs from the --init-from head's, which is of {own_name}",
                 where=where(wrong[:1]),
-                fix=f"Pass a YAML file without {', '.join(wrong)}, or the head's own recipe: one of {', '.join(NAMES)}."
+                fix=f"Use {own_name}, or start from another head: training keeps what the head is."
                 if named
                 else f"Remove {', '.join(wrong)}: the head decides it.",
             )
@@ -495,12 +497,21 @@ def complete(
     return recipe
 
 
+def _own_recipe(spec: Spec) -> str:
+    """Return the name of kconv's recipe that trains heads like this one, "" if there is none."""
+    if isinstance(spec, HeadSpec):
+        return "eagle3-mla" if spec.kind == "mla" else "eagle3-gqa"
+    if isinstance(spec, DFlashSpec):
+        return "dspark" if spec.is_dspark else "dflash"
+    return ""
+
+
 def _check_start(kind: type[DrafterRecipe], spec: Spec, target: TargetConfig) -> None:
     """Refuse a head to continue from of another family or target."""
     if not isinstance(spec, kind.SPEC):
         raise RecipeInvalid(
             f"the --init-from head is {spec.drafter.a_title}, which this recipe does not train",
-            fix=f"Start from a head of the same family, or use its recipe: one of {', '.join(NAMES)}.",
+            fix=f"Start from a head of the same family{f', or use {own}' if (own := _own_recipe(spec)) else ''}.",
         )
     if (spec.target_hidden, spec.vocab) != (target.hidden, target.vocab):
         raise RecipeInvalid(

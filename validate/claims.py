@@ -49,7 +49,8 @@ def check_claims(checkpoint: Checkpoint, manifest: Manifest, source: Checkpoint 
     stated = parse_json(json.dumps(manifest.spec))
     for name in sorted(spec.keys() | stated.keys()):
         if name in spec and name in stated and stated[name] != spec[name]:
-            raise _says(f"{name} {stated[name]}", f"the head has {spec[name]}")
+            unit = " (layers' outputs from 0, however its config counts)" if name == "captured" else ""
+            raise _says(f"{name} {stated[name]}", f"the head has {spec[name]}{unit}")
     missing = sorted(spec.keys() - stated.keys())
     if missing:
         raise _says("nothing about the head's " + ", ".join(missing), "every kconv output records this")

@@ -16,7 +16,7 @@ from ..checkpoint.manifest import MANIFEST, hold, read_manifest, wanted_digests
 from ..convert.provenance import Origin
 from ..convert.read import Head, find_part, read_slot
 from ..drafters.slots import needs
-from ..errors import KconvError
+from ..errors import AnotherSource, KconvError
 from ..rule import Found
 from .report import Finding
 from .rules.comparisons import FLOOR, FP8_FLOOR, RULE
@@ -134,6 +134,8 @@ def check_source(output: Head, source: Head, look: Look | None = None) -> list[F
             hold(manifest, output.checkpoint, source.checkpoint, look)
             actions = {step.output.name: step.action for step in manifest.tensors}
             left_out = {record.name for record in manifest.dropped}
+        except AnotherSource as fault:
+            return [RULE["K301"].of_problem(fault.problem("K301"))]  # that the two differ is a consequence
         except KconvError as fault:
             findings.append(RULE["K301"].of_problem(fault.problem("K301")))
     else:

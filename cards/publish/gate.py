@@ -276,7 +276,7 @@ MANIFEST_HOLDS = Check(
     "manifest-holds",
     "error",
     "Every byte matches the manifest.",
-    "Convert again; kconv verify shows the difference.",
+    "Convert again. If you changed it on purpose, kconv diff DIR NEW shows what to change in the source.",
     _manifest,
     allowable=False,
 )

@@ -46,6 +46,12 @@ class ApprovedRelease:
         return tuple(check for check in self.asked if check.id not in failed)
 
     @property
+    def warnings(self) -> tuple[Finding, ...]:
+        """The findings that stop no publication."""
+        allowed = [finding for finding, _ in self.passed]
+        return tuple(finding for finding in self.findings if finding not in allowed)
+
+    @property
     def digest(self) -> str:
         """16 hex digits that identify exactly these files."""
         return digest_release(self.files)

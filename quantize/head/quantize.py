@@ -9,6 +9,7 @@ From the second draft step on a head reads its own output, so the input scales c
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -21,7 +22,7 @@ from ...drafters.chain import count_chains
 from ...drafters.forward import DraftHead
 from ...drafters.spec import HeadSpec
 from ...errors import CalibrationInvalid, TensorValue
-from ...measure.batches import STEPS, Calibration, Part, check_batches
+from ...measure.batches import PARTS, STEPS, Calibration, Part, check_batches
 from ...measure.compare import compare
 from ...measure.retention import MIN_RETENTION, Retention, check_retention
 from ...measure.trace import WatchedInputs, trace
@@ -51,16 +52,19 @@ def check_states(calibration: Calibration, spec: HeadSpec) -> int:
 
     Return the rows that set the scales: chains times draft steps.
     """
-    rows: dict[Part, int] = {"fit": 0, "choose": 0, "held-out": 0}
+    rows: Counter[Part] = Counter()
+    held_out = 0
     for part, (texts, length) in zip(calibration.part_of_each(), check_batches(calibration, spec), strict=True):
         rows[part] += texts * count_chains(length, STEPS) * STEPS
+        held_out += texts * (part == "held-out")
     calibrated = rows["fit"] + rows["choose"]
-    if not calibrated or not rows["held-out"]:
+    # A single one has no standard error.
+    if not calibrated or held_out < 2:
         raise CalibrationInvalid(
-            f"the states give {calibrated:,} rows for calibration and {rows['held-out']:,} for measuring; both are "
-            "needed",
+            f"the states give {calibrated:,} rows for calibration and {held_out:,} sequences for measuring, "
+            "which needs 2",
             where=calibration.name,
-            fix="Create states of more prompts. One prompt in ten is kept for measuring.",
+            fix=f"Create states of more prompts, {2 * PARTS} or more. One prompt in {PARTS} is kept for measuring.",
         )
     return calibrated
 

@@ -69,7 +69,7 @@ def test_rates_that_contradict_themselves_or_the_figure_are_refused(rates, said)
     ids=["above K+1", "below 1", "a rate above 1", "no number"],
 )
 def test_a_figure_that_cannot_be_is_refused(changes):
-    with pytest.raises(ValidationError, match=r"is not within"):
+    with pytest.raises(ValidationError, match=r"is not from"):
         row(**changes)
 
 
@@ -100,7 +100,7 @@ BAND = {"low": 1.77, "high": 2.41, "over": "prompts", "units": 12}
         ('{"schema": 1, "head": "h", "rows": []}', "1 or more"),
         (json.dumps({"head": "h", "rows": [FULL, FULL]}), "same key"),
         (json.dumps({"head": "h", "rows": [FULL | {"acceptance": 1}]}), r"rows\.0\.acceptance is not a known key"),
-        (json.dumps({"head": "h", "rows": [FULL | {"value": 5}]}), "not within 1 and 4"),
+        (json.dumps({"head": "h", "rows": [FULL | {"value": 5}]}), "not from 1 to 4"),
         (
             json.dumps({"head": "h", "rows": [FULL | {"value": 2.958, "interval": BAND, "prompts": 12}]}),
             "outside of its own interval",

@@ -121,7 +121,7 @@ WRONG = {
     "something else": ({"a": 1}, "not a result of a program that kconv knows"),
     "no JSON": ("{", "is not valid JSON"),
     "a histogram of words": (AIPERF | {"pooled_spec_decode_acceptance_histogram": {"x": 1}}, "not a result of AIPerf"),
-    "more than K + 1": (VLLM | {"spec_decode_accepted_tokens": 60000}, "is not within 1 and 4"),
+    "more than K + 1": (VLLM | {"spec_decode_accepted_tokens": 60000}, "is not from 1 to 4"),
 }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """The source's side of a manifest: config, tensors and what was left out are the ones that were converted."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -9,13 +10,13 @@ from safetensors.torch import load_file, save_file
 from support.heads import MLA, random_slots, write_head
 
 from kconv.checkpoint.folder import open_checkpoint
-from kconv.checkpoint.manifest import verify
+from kconv.checkpoint.manifest import read_manifest, verify, write_manifest
 from kconv.convert.execute import execute
 from kconv.convert.plan import WriteOptions, plan
 from kconv.convert.read import read_head
 from kconv.convert.shared import SharedTensors
 from kconv.engines import BY_NAME
-from kconv.errors import ManifestMismatch
+from kconv.errors import AnotherSource, ManifestMismatch
 
 
 @pytest.fixture
@@ -85,9 +86,10 @@ def test_a_dropped_tensor_that_is_not_the_recorded_one_is_found(shared, how):
 def test_another_config_of_the_source_is_found(root):
     file = root / "source" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"rope_theta": 1.0}))
-    verify(root / "out")
-    with pytest.raises(
-        ManifestMismatch, match=r"this is not what .* was made from: its config\.json is another"
-    ) as caught:
+    record = read_manifest(root / "out").model_copy(update={"source": "source"})
+    write_manifest(root / "out", record)
+    with pytest.raises(AnotherSource, match=r"was made from another head or target") as caught:
         verify(root / "out", open_checkpoint(root / "source"))
     assert caught.value.where == str(file)
+    # The source's name is a path as whoever converted it saw it, here from the folder above the output.
+    assert f"Pass {os.path.relpath(root / 'source')} as it was" in caught.value.fix

@@ -111,7 +111,7 @@ def write_broken(source, folder, **changes):
         (["--expand", "--prune", "9", "out"], "one change at a time"),
         (["--expand"], "--expand needs OUT"),
         (["out"], "OUT also needs one of --rebuild-t2d, --absolute, --expand, --prune"),
-        (["--prune", "9", "out"], "--prune needs --text"),
+        (["--prune", "9", "out"], "--prune needs --text, to count tokens, and --target"),
         (["--prune", "9", "--text", "t.txt", "out"], "--text needs --target"),
         (["--text", "t.txt"], "--text needs --target"),
         (["--text", "t.txt", "--target", "t", "--expand", "out"], "--text has no effect on --expand"),

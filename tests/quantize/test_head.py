@@ -201,7 +201,7 @@ REFUSED = {
         SPEC, weights_of(SPEC), replace(states_of(SPEC), lm_head=torch.zeros(9, 64)), CalibrationInvalid, r"\[9, 64\]",
     ),
     "no states": (SPEC, weights_of(SPEC), replace(states_of(SPEC), batches=[]), CalibrationInvalid, "0 rows"),
-    "too few to hold some out": (SPEC, weights_of(SPEC), states_of(SPEC, 9), CalibrationInvalid, "0 for measuring"),
+    "too few to hold some out": (SPEC, weights_of(SPEC), states_of(SPEC, 9), CalibrationInvalid, "and 0 sequences"),
     "texts of four tokens": (SPEC, weights_of(SPEC), states_of(SPEC, length=4), PromptsInvalid, "too short"),
 }  # fmt: skip
 

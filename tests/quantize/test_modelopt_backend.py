@@ -166,7 +166,7 @@ USAGE = {
         ["nvfp4", "--input-scale", "data-free", "--chat"],
         "--chat: only with --backend",
     ),
-    "streaming without input scales": (["nvfp4"], "--input-scale is required. Pass a calibration file, or data-free"),
+    "streaming without input scales": (["nvfp4"], "Pass a file of kconv calibrate, or data-free"),
     "weights alone with prompts": (
         ["nvfp4-weight-only", "--backend", "modelopt", "--prompts", "p"],
         "--prompts has no effect",
