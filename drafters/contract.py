@@ -124,6 +124,7 @@ class Expected:
     formula: str = ""
 
 
+FC_FIX = "Set the list of captured layers, num_aux_hidden_states and target_hidden_size to the training values."
 OTHER_FIX = "Correct the config if the head needs it; leave the tensor out only if its trainer never used it."
 
 
@@ -204,7 +205,7 @@ def _missing(want: Expected, held: Iterable[str], slot: str) -> Problem:
 def _compare_one(want: Expected, have: TensorInfo, slot: str, assumed: Mapping[str, str]) -> Iterator[Problem]:
     if have.shape != want.shape:
         follows = f" ({want.formula})" if want.formula else ""
-        fix = "Correct the config's dims, or export the head again; its config may belong to another head."
+        fix = FC_FIX if slot == "fc" else "Correct the config's dims; the config may belong to another head."
         if left_out := [assumed[name] for name in re.findall(r"\w+", want.formula) if name in assumed]:
             follows += f"; the config has no {left_out[0]}, so its default is taken"
             fix = f"Add {left_out[0]} to config.json as the head was trained, or export the head again."

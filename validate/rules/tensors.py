@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from ...drafters.contract import PREFIX, compare
+from ...drafters.contract import FC_FIX, PREFIX, compare
 from ...engines.base import Engine
 from ...engines.layout import Stored
 from ...errors import KconvError, Problem, TensorMissing, TensorUnknown
@@ -156,8 +156,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "fc-width",
         "error",
         "The width of fc does not match the number of captured layers.",
-        fix="Set the list of captured layers, num_aux_hidden_states and target_hidden_size to the training values."
-        " Transpose fc only if it is said to be transposed.",
+        fix=FC_FIX,
+        says_fix=True,
         engines=ENGINES,
         seen_in="https://github.com/vllm-project/vllm/issues/54526",
     ),
@@ -193,6 +193,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "error",
         "The weight of a norm has the wrong width for its input.",
         fix="Correct the config's dims. The config may belong to another head.",
+        says_fix=True,
         engines=ENGINES,
     ),
     Rule(
@@ -201,6 +202,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "error",
         "An attention linear does not have the shape that the config requires.",
         fix="Correct the config's dims. The config may belong to another head.",
+        says_fix=True,
         engines=ENGINES,
     ),
     Rule(
