@@ -48,8 +48,8 @@ WITH_TEXT = "kconv card DIR --force --license-file {}"
 NAMED = f"{WITH_TEXT.format('FILE')} --license ID, {SAME}"
 COMPLETE = f"Copy the complete file: {WITH_TEXT.format('FILE')}, {SAME}."
 OF_NVIDIA = LICENSES["nvidia-open-model-license"]
-# Licenses whose text begins with their holder's copyright line.
-HELD_BY = ("mit", "modified-mit", "apache-2.0")
+# Licenses whose text begins with their holder's copyright line; Apache's own text names none.
+HELD_BY = ("mit", "modified-mit")
 # Datasets whose prompts belong to others, and the files that contain prompts.
 PROMPT_FILES = (".jsonl", ".parquet")
 KEPT_PROMPTS = "SPEED-Bench"

@@ -71,7 +71,9 @@ DISPLAY = re.compile(r"prominently display \"(?P<name>[^\"]+)\" on the user inte
 # several phrases will do. https://www.llama.com/llama3_1/license/, section 1.b.i
 SHOWN = re.compile(r"prominently display (?P<words>\"[^\"]+\"(?: or \"[^\"]+\")*) (?:on a related|in the related)")
 BEGINS = re.compile(r"include \"(?P<name>[^\"]+)\" at the beginning of any such ai model name", re.IGNORECASE)
-HOLDER = re.compile(r"copyright \(c\) (?P<year>\d{4}) (?P<holder>[^\n]+)", re.IGNORECASE)
+HOLDER = re.compile(
+    r"copyright (?:\((?:c|©)\) |© ?)?(?P<year>\d{4})(?: ?[-–,] ?(?:\d{4}|present))*,? (?P<holder>[^\n]+)", re.IGNORECASE
+)
 QUOTES = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'"})
 
 HUB_LIST = "https://huggingface.co/docs/hub/repositories-licenses"

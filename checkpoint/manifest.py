@@ -266,9 +266,10 @@ def read_manifest(folder: Path) -> Manifest:
     if not os.path.isfile(file) or not os.access(file, os.R_OK):  # noqa: PTH113
         list_names(folder)  # without a folder, that is the error
         raise NotACheckpoint(
-            f"this folder has no readable {MANIFEST}, so kconv did not write it",
+            f"this folder has no readable {MANIFEST}: kconv did not write it, or the file was left behind",
             where=folder,
-            fix="Pass a folder that kconv wrote, or convert this one: "
+            fix="Copy the whole folder that kconv wrote. Any other is compared with what it was made from by "
+            f"{command(('kconv', 'validate', str(folder), '--source', 'SOURCE'))}, and converted by "
             f"{command(('kconv', 'to-vllm', str(folder), 'OUT'))}.",
         )
     return load_json(

@@ -61,7 +61,7 @@ def fill(
     `training` is for the code that trained it.
     """
     past = read_provenance(plan.source.checkpoint.folder)
-    past.check_config()
+    past.check_config(plan.source.spec)
     if plan.target is not None:
         past.check_target(plan.target)
     weights = write_safetensors(

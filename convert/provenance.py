@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ..checkpoint.bytes import digest, file_digest, read_integers
 from ..checkpoint.manifest import (
@@ -18,6 +19,7 @@ from ..checkpoint.manifest import (
     Unverified,
     read_manifest,
 )
+from ..checkpoint.schema import parse_json
 from ..checkpoint.source import Source
 from ..drafters.base import Spec
 from ..drafters.slots import needs
@@ -72,11 +74,15 @@ class Provenance:
         prompts = tuple(sorted({*before.prompts, *now.prompts}))
         return now.model_copy(update={"prompts": prompts, "before": before})
 
-    def check_config(self) -> None:
-        """Raise ManifestMismatch if the manifest was written beside another config.json than is there."""
-        for record in self.manifest.files if self.manifest else ():
+    def check_config(self, spec: Spec) -> None:
+        """Raise ManifestMismatch if the manifest was written beside another config.json than is there, or says so."""
+        if self.manifest is None:
+            return
+        for record in self.manifest.files:
             if record.name == "config.json" and record.sha256 != file_digest(self.file.with_name(record.name)):
                 raise self._apart(record.name)
+        if claimed_otherwise(self.manifest, spec) is not None:
+            raise self._apart("config.json")
 
     def check(self, sources: Iterable[TensorRecord]) -> None:
         """Raise ManifestMismatch if the manifest was written of other tensors than these."""
@@ -109,6 +115,30 @@ class Provenance:
                 where=self.file,
                 fix="Pass the target that the head was converted with.",
             )
+
+
+def plain_spec(spec: Spec) -> dict[str, Any]:
+    """Return what a manifest says of a head, as in JSON, where tuples are lists."""
+    return parse_json(json.dumps(asdict(spec) | {"kind": spec.kind}))
+
+
+def claimed_otherwise(manifest: Manifest, spec: Spec) -> tuple[str, str] | None:
+    """Return a field of a head that its manifest states otherwise than its config, and both; None if there is none."""
+    own, stated = plain_spec(spec), parse_json(json.dumps(manifest.spec))
+    for name in sorted(own.keys() & stated.keys()):
+        if stated[name] != own[name]:
+            unit = " (layers' outputs from 0, however its config counts)" if name == "captured" else ""
+            return f"{name} {_words(stated[name], own[name])}", f"the head has {_words(own[name], stated[name])}{unit}"
+    missing = sorted(own.keys() - stated.keys())
+    return ("nothing about the head's " + ", ".join(missing), "every kconv output records this") if missing else None
+
+
+def _words(value: Any, other: Any) -> str:
+    """Return a value; of a mapping only what differs from the other's."""
+    if not (isinstance(value, dict) and isinstance(other, dict)):
+        return str(cast(object, value))
+    own, others = cast("dict[str, Any]", value), cast("dict[str, Any]", other)
+    return ", ".join(f"{key} {one}" for key, one in own.items() if key not in others or others[key] != one)
 
 
 def read_provenance(folder: Path) -> Provenance:

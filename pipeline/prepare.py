@@ -216,7 +216,7 @@ class Standing:
         self.context = prepared.context(say)
         self._prepared, self._state = prepared, state
         self._inputs = [
-            (one, _output(name, one.made, prepared.root, state) if one.made else "") for one in self.step.inputs()
+            (one, _output(name, one.made, prepared, state) if one.made else "") for one in self.step.inputs()
         ]
         _refuse_stale(name, prepared, state)
 
@@ -284,6 +284,19 @@ def _stated(step: Step, prepared: PreparedRelease, state: State) -> str:
     return _digest(parts)
 
 
+def _before(release: Release, name: str) -> list[str]:
+    """Return the steps that one depends on, directly or not, in their order."""
+    before = release.steps[name].needed()
+    for other in before:
+        before += [further for further in release.steps[other].needed() if further not in before]
+    return [step for step in release.steps if step in before]
+
+
+def _is_made(step: str, root: Path, state: State) -> bool:
+    record = state.steps.get(step)
+    return record is not None and record.status == "done" and (root / step).exists()
+
+
 def _refuse_stale(name: str, prepared: PreparedRelease, state: State) -> None:
     """Refuse a card or a publication of another recipe's output, since the recipe is published as its origin.
 
@@ -292,10 +305,7 @@ def _refuse_stale(name: str, prepared: PreparedRelease, state: State) -> None:
     release = prepared.release
     if not release.steps[name].request.OF_RELEASE:
         return
-    before = release.steps[name].needed()
-    for other in before:
-        before += [further for further in release.steps[other].needed() if further not in before]
-    for other in (step for step in release.steps if step in before):
+    for other in _before(release, name):
         record = state.steps.get(other)
         if record is None or record.stated != _stated(release.steps[other], prepared, state):
             raise ReleaseStateInvalid(
@@ -305,14 +315,16 @@ def _refuse_stale(name: str, prepared: PreparedRelease, state: State) -> None:
             )
 
 
-def _output(name: str, made: tuple[str, str], root: Path, state: State) -> str:
+def _output(name: str, made: tuple[str, str], prepared: PreparedRelease, state: State) -> str:
     step, rest = made
-    record, path = state.steps.get(step), root / f"{step}{rest}"
+    record, path = state.steps.get(step), prepared.root / f"{step}{rest}"
     if record is None or record.status != "done" or not path.exists():
+        missing = (one for one in _before(prepared.release, step) if not _is_made(one, prepared.root, state))
+        first = next(missing, step)
         raise ReleaseStateInvalid(
             f"{name} reads ${step}{rest}, which does not exist yet",
             where=path,
-            fix=f"Run the recipe with --start-at {step}.",
+            fix=f"Run the recipe with --start-at {first}; --without publish stops before publishing.",
         )
     digest = digest_marks(record.files, rest)
     if digest is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -173,8 +173,19 @@ def read_step(values: Any) -> Step:
         wrong = find_wrong(fault, cls)
         if wrong.place and wrong.place[0] in rest and wrong.place[0] not in {plain_name(n) for n in cls.model_fields}:
             known = [plain_name(name) for name in cls.model_fields if name != output]
-            wrong = no_such_key(wrong.place, known)
+            wrong = _of_set(rest, known) or no_such_key(wrong.place, known)
         raise WrongValue(replace(wrong, what=spell(wrong.what, cls, in_recipe))) from fault
+
+
+def _of_set(stated: Mapping[str, Any], known: Collection[str]) -> Wrong | None:
+    """Return that keys of a training's recipe stand beside `set` instead of under it; None if there is none."""
+    if "set" not in known:
+        return None
+    from ..train.recipe import find_key
+
+    misplaced = [key for key in stated if key not in known and find_key(key)]
+    what = f"of a training's recipe; write {', '.join(misplaced)} under set"
+    return Wrong((misplaced[0],), f"is a key {what}", "") if misplaced else None
 
 
 def _named(name: str) -> str:
@@ -279,5 +290,5 @@ def parse_release(text: str, *, where: object = "") -> Release:
     values = parse_yaml(
         text, RecipeInvalid, where=where, what="recipe", fix="Correct that line; check the indentation."
     )
-    fix = "Correct it. The keys are name, min_acceptance, facts and steps; a step's are its command's options."
+    fix = "Correct it. A step's keys are its command's options; see kconv COMMAND --help."
     return check_values(Release, values, RecipeInvalid, where=where, what="recipe", fix=fix, text=text)

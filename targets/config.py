@@ -170,7 +170,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 def no_tokenizer(folder: Path) -> TargetInvalid:
     return TargetInvalid(
-        f"{folder} has no tokenizer",
+        f"{folder} has no tokenizer, e.g. no tokenizer.json",
         where=folder,
         fix="Copy the tokenizer's files from the target's publisher into it (tokenizer.json, tokenizer_config.json).",
     )

@@ -224,7 +224,8 @@ def read_record(folder: Path) -> StatesRecord:
         fix = (
             f"Give {own}."
             if (own / RECORD).exists()
-            else f"Give a folder of states; kconv states TARGET OUT --prompts {folder.name} makes one of prompts."
+            else f"Prompts are for --prompts. Of these, kconv states TARGET OUT --prompts {folder.name} --captured IDS "
+            "makes a folder of states, for a head that captures these layers."
         )
         raise StatesInvalid(f"{folder} is a file, not a folder of states", where=folder, fix=fix)
     missing = StatesInvalid(f"{folder} holds no {RECORD}", where=folder, fix="Create it with kconv states.")
@@ -338,7 +339,7 @@ class StoredStates:
             raise StatesInvalid(
                 f"the states hold layers {list(self.record.captured)}, but layers {absent} are needed (as outputs)",
                 where=self.folder,
-                fix=f"Run kconv states with --captured {','.join(map(str, captured))}.",
+                fix=f"Run kconv states with --captured {','.join(map(str, captured))}, into a new folder.",
             )
         return replace(self, columns=tuple(self.record.captured.index(layer) for layer in captured))
 

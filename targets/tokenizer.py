@@ -29,6 +29,8 @@ SHOWN = 300
 MAX_RENDERED = 1 << 30
 # Kimi-K2's tokenizer is a tiktoken.model with Python code.
 FILES = ("tokenizer*.json", "special_tokens_map.json", "chat_template.jinja", "*.model", "tokenization_*.py")
+# Files of which one has the vocabulary; the others of a tokenizer name its class and its special tokens.
+VOCABULARIES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*", "tokenization_*.py")
 # Tokens read past a limit, since the last ones change where a text is cut.
 SLACK = 16
 
@@ -127,6 +129,8 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenize
             folder, config=PreTrainedConfig(), trust_remote_code=trust_remote_code, local_files_only=True
         )
     except Exception as fault:  # the tokenizers library raises bare Exception on a broken file
+        if not any(True for pattern in VOCABULARIES for _ in folder.glob(pattern)):
+            raise no_tokenizer(folder) from fault
         raise TargetInvalid(
             f"the tokenizer of {folder.name} cannot be loaded: {_first_line(fault)}",
             where=folder,

@@ -340,6 +340,8 @@ NAMES = ("eagle3-mla", "eagle3-gqa", "dflash", "dspark")
 MEANT = {name: name for name in NAMES} | {"eagle3-mha": "eagle3-gqa"}
 DECODERS = ("mla", "gqa")
 
+# Keys by which other tools' files build on one another.
+BUILDS_ON = ("recipe", "base", "extends", "defaults")
 # What other trainers call them.
 OTHER_KEYS = {
     **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "passes"),
@@ -400,6 +402,13 @@ def check_keys(values: Mapping[str, Any]) -> None:
     kind = recipe_type(values)
     keys = keys_of(kind)
     unknown = [str(key) for key in values if key not in keys]
+    if based := [key for key in unknown if key in BUILDS_ON]:
+        raise RecipeInvalid(
+            f"{based[0]} is no key of a recipe: a file cannot build on another",
+            where=where_of(values)(based[:1]),
+            fix="Pass kconv's own with --recipe and its changes with --set, or state in the file all that differs from"
+            " the defaults.",
+        )
     if unknown:
         others = [name for name, other in RECIPES.items() if other is not kind and unknown[0] in keys_of(other)]
         near = [OTHER_KEYS[unknown[0]]] if unknown[0] in OTHER_KEYS else get_close_matches(unknown[0], keys, n=1)

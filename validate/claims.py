@@ -6,18 +6,17 @@ layers, number of weights and other facts for any bytes; here they are read agai
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.folder import Checkpoint, read_json
 from ..checkpoint.manifest import MANIFEST, Manifest, mismatch
-from ..checkpoint.schema import parse_json
+from ..convert.provenance import claimed_otherwise, plain_spec
 from ..convert.read import Head, read
+from ..drafters.base import Spec
 from ..drafters.slots import needs
 from ..engines import by_name
 from ..errors import ManifestMismatch
@@ -44,17 +43,8 @@ def check_claims(checkpoint: Checkpoint, manifest: Manifest, source: Checkpoint 
     if manifest.spec.get("kind") == "target":
         return
     head = read(checkpoint, layout=by_name(manifest.layout)).sound_head()
-    # As in JSON, where tuples are lists.
-    spec = parse_json(json.dumps(asdict(head.spec) | {"kind": head.spec.kind}))
-    stated = parse_json(json.dumps(manifest.spec))
-    for name in sorted(spec.keys() | stated.keys()):
-        if name in spec and name in stated and stated[name] != spec[name]:
-            unit = " (layers' outputs from 0, however its config counts)" if name == "captured" else ""
-            raise _says(f"{name} {stated[name]}", f"the head has {spec[name]}{unit}")
-    missing = sorted(spec.keys() - stated.keys())
-    if missing:
-        raise _says("nothing about the head's " + ", ".join(missing), "every kconv output records this")
-    _check_training(checkpoint.folder, manifest, spec)
+    check_spec(manifest, head.spec)
+    _check_training(checkpoint.folder, manifest, plain_spec(head.spec))
     counted = _count(head)
     if manifest.parameters != counted:
         raise _says(f"{manifest.parameters:,} parameters", f"the head has {counted:,}")
@@ -65,6 +55,12 @@ def check_claims(checkpoint: Checkpoint, manifest: Manifest, source: Checkpoint 
     how = read_by.captured.how if read_by.captured is not None else "not decided by the hints in the manifest"
     if how != manifest.captured_by:
         raise _says(f"the captured layers were decided this way: {manifest.captured_by}", f"they were {how}")
+
+
+def check_spec(manifest: Manifest, spec: Spec) -> None:
+    """Raise ManifestMismatch if a manifest says of a head what its config does not."""
+    if (apart := claimed_otherwise(manifest, spec)) is not None:
+        raise _says(*apart)
 
 
 # The fields that a recipe and a head share, and those that an attention conversion changes in a head.

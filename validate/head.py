@@ -23,6 +23,7 @@ from ..errors import ManifestMismatch, NotACheckpoint, PromptsInvalid
 from ..measure.figures import Figures
 from ..rule import Found
 from ..targets.config import read_target_config
+from .claims import check_spec
 from .files import Say, check_config, check_manifest, digests, weight_files
 from .options import DEFAULTS, ValidateOptions
 from .report import UNREAD, Finding, Report, assemble, config_digest, figures
@@ -92,6 +93,15 @@ def _wanted(rules: HeadSubject, source: Origin | None) -> list[Wanted]:
     return values if reading.head is None or reading.errors else [*values, *wanted(reading.head, source.recorded)]
 
 
+def _stated_otherwise(checkpoint: Checkpoint, head: Head) -> Iterator[Finding]:
+    """Find a manifest that says of the head what its config does not; nothing without a manifest."""
+    with suppress(NotACheckpoint):
+        try:
+            check_spec(read_manifest(checkpoint.folder), head.spec)
+        except ManifestMismatch as fault:
+            yield RULE["K301"].of_problem(fault.problem("K301"))
+
+
 def _check(
     subject: Source,
     rules: HeadSubject,
@@ -111,6 +121,8 @@ def _check(
         findings += check_manifest(checkpoint, about, whole=isinstance(subject, Folder))
     if options.headers_only:
         findings += check_config(checkpoint)
+    if rules.head is not None and not any(finding.rule == "K301" for finding in findings):
+        findings += _stated_otherwise(checkpoint, rules.head)
     if measured_on is None:
         findings += _not_verified(rules)
     provenance = _about(rules, source, options, target)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Self, TypeVar, get_args
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
-from ...bench.acceptance import OVERALL, AcceptanceFile, AcceptanceRow, Metric, suite_name
+from ...bench.acceptance import LENGTHS, OVERALL, AcceptanceFile, AcceptanceRow, Metric, most_of, suite_name
 from ...checkpoint.schema import MAX_YAML, check_values, find_wrong, parse_yaml, read_bounded
 from ...errors import RecipeInvalid, RequestInvalid
 from ...measure.figures import TextKind
@@ -79,6 +79,9 @@ class Floor(StrictModel):
             raise ValueError(f"a floor on {self.suite} also needs its target (or --target-name) and temperature")
         if self.metric == "al_incl_bonus" and self.at_least <= 1:
             raise ValueError("al_incl_bonus is never below 1; state a greater length, or the metric draft_accept_rate")
+        if self.at_least > (most := most_of(self.metric, self.draft_tokens)):
+            unit = f", tokens per verify step at K = {self.draft_tokens}" if self.metric in LENGTHS else ", a share"
+            raise ValueError(f"{self.metric} is at most {most:g}{unit}, and {self.at_least:g} was stated")
         return self
 
 

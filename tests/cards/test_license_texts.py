@@ -33,6 +33,9 @@ def test_any_other_text_is_not(text):
 def test_a_text_says_whose_it_is_and_what_name_to_show():
     assert attribution_in(KIMI) == "Kimi K2.6" and copyright_in(KIMI) == "Copyright (c) 2025 Moonshot AI"
     assert attribution_in(MIT) is None
+    for line in ("Copyright 2025 Tiny Labs", "Copyright © 2023-2025, Tiny Labs", "copyright (c) 2024 Tiny Labs"):
+        assert copyright_in(f"MIT License\n\n{line}\n\nPermission") == line
+    assert copyright_in("Copyright [yyyy] [name of copyright owner]") is None
     assert digest_text(KIMI) == digest_text(KIMI.replace("\n", "  \n").replace("“", '"').replace("”", '"'))
 
 

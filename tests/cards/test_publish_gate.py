@@ -241,6 +241,8 @@ def test_what_is_wrong_with_a_floor_is_said_with_its_key(folder):
         {"metric": "al"},
         {"at_least": 0},
         {"at_least": 1},
+        {"at_least": 60},
+        {"metric": "draft_accept_rate", "at_least": 1.5},
         {"max_loss": 1.0},
         {"max_loss": -0.1},
         {"least": 2},

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from hashlib import sha256
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from support.heads import GQA, MLA, MODELOPT_LLAMA, TORCHSPEC_MLA, cut, random_slots, read_bytes, write_head
 
-from kconv.checkpoint.manifest import Manifest
+from kconv.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from kconv.cli import main
 from kconv.drafters.spec import Norms
 from kconv.engines import BY_NAME
@@ -275,7 +276,29 @@ def _other_list(folder):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}))
 
 
-@pytest.mark.parametrize(("change", "named"), [(_other_bytes, "fc.weight"), (_other_list, "config.json")])
+def _other_list_in_both(folder):
+    """Change config.json, and what kconv.json records of the file, but not what it says of the head."""
+    _other_list(folder)
+    text = (folder / "config.json").read_bytes()
+    files = read_manifest(folder).files
+    now = {"size": len(text), "sha256": sha256(text).hexdigest()}
+    told = tuple(one.model_copy(update=now) if one.name == "config.json" else one for one in files)
+    write_manifest(folder, read_manifest(folder).model_copy(update={"files": told}))
+
+
+def test_a_manifest_that_says_something_else_of_the_head_is_found(head, tmp_path):
+    assert kconv("to-vllm", head, tmp_path / "written").exit_code == 0
+    assert "K301" not in kconv("validate", tmp_path / "written").stdout
+    _other_list_in_both(tmp_path / "written")
+    for words in (("validate",), ("validate", "--headers-only"), ("verify",)):
+        found = kconv(*words, tmp_path / "written")
+        assert found.exit_code == 1 and "it says captured" in found.output
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [(_other_bytes, "fc.weight"), (_other_list, "config.json"), (_other_list_in_both, "config.json")],
+)
 def test_what_kconv_wrote_and_somebody_changed_is_not_converted(head, tmp_path, change, named):
     assert kconv("to-vllm", head, tmp_path / "written").exit_code == 0
     change(tmp_path / "written")

@@ -103,6 +103,10 @@ def test_steps_can_be_chosen(recipe, root):
     assert not (root / "trtllm").exists()
     with pytest.raises(ReleaseStateInvalid, match=r"\$card, which does not exist yet"):
         carry_out(recipe, root, only="publish")
+    with pytest.raises(ReleaseStateInvalid, match=r"\$card, which does not exist yet") as fault:
+        carry_out(recipe, root.with_name("fresh"), only="publish")
+    # The earliest step of those that lead there.
+    assert "--start-at vllm;" in fault.value.fix
     with pytest.raises(RecipeInvalid, match="no step nothing"):
         carry_out(recipe, root, only="nothing")
     with pytest.raises(RecipeInvalid, match="no step pubish"):

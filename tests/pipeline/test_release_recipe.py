@@ -177,6 +177,12 @@ def test_files_and_names_are_looked_for_before_anything_is_computed(tmp_path):
         prepare(release, text, tmp_path / "out", Selection(only="vllm"))
 
 
+def test_keys_of_a_trainings_recipe_belong_under_set():
+    step = {"do": "train", "target": "org/t", "data": "d.jsonl", "recipe": "eagle3-mla", "lr": 1.0, "batch_size": 2}
+    with pytest.raises(RecipeInvalid, match=r"steps\.head\.lr is a key .* write lr, batch_size under set"):
+        parse_release(yaml.safe_dump({"name": "x", "steps": {"head": step}}, sort_keys=False))
+
+
 @pytest.mark.parametrize("target", ["$tiny/target", "TARGET"])
 @pytest.mark.parametrize(
     ("keys", "said"),

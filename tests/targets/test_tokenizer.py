@@ -73,6 +73,10 @@ def test_a_folder_without_a_tokenizer_or_with_a_broken_one(tiny_target, tmp_path
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(TargetInvalid, match="cannot be loaded"):
         load_tokenizer(folder)
+    # tokenizer_config.json alone holds no vocabulary.
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(TargetInvalid, match=r"no tokenizer\.json"):
+        load_tokenizer(folder)
 
 
 def test_a_folder_without_a_chat_template(tiny_target, tmp_path):

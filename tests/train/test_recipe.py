@@ -92,6 +92,7 @@ lr: 0.01
 # What is changed in it, the line that is named, and what is said.
 WRONG = {
     "a key": ("lr: 0.01", "lrr: 0.01", 13, "no recipe has a key 'lrr'; did you mean lr"),
+    "a recipe to build on": ("lr: 0.01", "extends: eagle3-gqa", 13, "extends is no key of a recipe"),
     "a key of a choice": (
         "kv_heads:",
         "kv_headz:",
