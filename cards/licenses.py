@@ -436,7 +436,9 @@ def _read_named(file: Path, own: License | None) -> LicenseText:
         raise LicenseUnknown(
             f"{file.name} is not the text of a license that kconv knows" if text else unread,
             where=file,
-            fix="Pass the whole text, and name its license with --license if kconv cannot know its wording.",
+            fix="Pass the whole text, and name its license with --license if kconv cannot know its wording."
+            if file.exists()
+            else "Check the path. Apache-2.0 needs no file.",
         )
     return LicenseText(license, text, file)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ..checkpoint.bytes import file_digest
@@ -11,7 +13,7 @@ from ..checkpoint.source import Source
 from ..drafters.base import Spec
 from ..engines import by_name
 from ..engines.layout import Layout
-from ..errors import KconvError, Problem, TargetInvalid
+from ..errors import KconvError, Problem, TargetInvalid, Where
 from ..targets.config import TargetConfig, read_target_config
 from .provenance import Origin, made_from
 from .read import Head, claim_tensors, read_head
@@ -52,7 +54,8 @@ def open_origin(checkpoint: Checkpoint, output: Source, target: Source | None, h
             recorded = _read(checkpoint, None, Hints(), config)
         except KconvError as error:
             if manifest is None:
-                recorded = _read(checkpoint, None, hints or Hints(), config)
+                with _of_the_source(checkpoint):
+                    recorded = _read(checkpoint, None, hints or Hints(), config)
                 return Origin(recorded, recorded)
             what = f"{output.name} was made from another config.json"
             named = source_beside(Path(output.name), manifest)
@@ -64,6 +67,17 @@ def open_origin(checkpoint: Checkpoint, output: Source, target: Source | None, h
         return Origin(recorded, _read(checkpoint, None, Hints(), config))
     except KconvError:
         return Origin(recorded, recorded)
+
+
+@contextmanager
+def _of_the_source(checkpoint: Checkpoint) -> Generator[None]:
+    """Say of an error that it is about the source: its tensors have the output's names."""
+    try:
+        yield
+    except KconvError as fault:
+        if not isinstance(fault.where, Where):
+            fault.where = f"{checkpoint.source}: {fault.where}"
+        raise
 
 
 def _config(target: Source | None) -> TargetConfig | None:

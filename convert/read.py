@@ -231,14 +231,16 @@ def read(
 ITS_CONFIG = "Put the config.json that was exported with these tensors beside them."
 
 
-def _assumed(layout: Layout, spec: Spec, keys: Mapping[str, Any]) -> dict[str, str]:
-    """Return the keys of dims that a config leaves out, by the names that the shape formulas have for them."""
+def _assumed(layout: Layout, spec: Spec, keys: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
+    """Return the keys of dims that a config leaves out and their values, by their names in the shape formulas."""
     kind = Mla if isinstance(getattr(spec, "attention", None), Mla) else Gqa
     own = (*layout.drafter.keys, *layout.drafter.attention.get(kind, ()))
+    dims = layout.drafter.dims(spec, 0)
     return {
-        key.field.rpartition(".")[2]: key.names[0]
+        name: (key.names[0], dims[name])
         for key in own
-        if key.default and key.kind == "count" and all(find(keys, name) is ABSENT for name in key.names + key.also)
+        for name in [key.field.rpartition(".")[2]]
+        if name in dims and key.default and all(find(keys, one) is ABSENT for one in key.names + key.also)
     }
 
 

@@ -136,7 +136,7 @@ def compare(
     unclaimed: Mapping[str, str],
     slots: Mapping[str, str] | None = None,
     norm_fix: str = "",
-    assumed: Mapping[str, str] | None = None,
+    assumed: Mapping[str, tuple[str, int]] | None = None,
 ) -> list[Problem]:
     """Compare the tensors that a spec demands with a checkpoint's headers.
 
@@ -147,7 +147,7 @@ def compare(
         unclaimed: names that the layout knows for other specs, with the reason why they do not apply here.
         slots: the first slot of each tensor, by tensor name; it decides which rule covers the tensor.
         norm_fix: what to do about an unknown norm; "" for what is said of any other tensor.
-        assumed: keys that the config leaves out, by the names that the shape formulas have for their values.
+        assumed: keys that the config leaves out and the values taken for them, by their names in the shape formulas.
 
     Returns:
         Every problem, missing tensors first.
@@ -202,13 +202,24 @@ def _missing(want: Expected, held: Iterable[str], slot: str) -> Problem:
     return _problem(TensorMissing, slot, what, want.name, fix)
 
 
-def _compare_one(want: Expected, have: TensorInfo, slot: str, assumed: Mapping[str, str]) -> Iterator[Problem]:
+def _left_out(want: Expected, have: TensorInfo, assumed: Mapping[str, tuple[str, int]]) -> Iterator[str]:
+    """Yield the keys that a config leaves out and of which another value would give a tensor its shape."""
+    for dim, wanted, held in zip(want.formula.split(","), want.shape, have.shape, strict=False):
+        for name in re.findall(r"\w+", dim if held != wanted and "+" not in dim else ""):
+            key, value = assumed.get(name, ("", 0))
+            if key and held % (wanted // value) == 0:
+                yield key
+
+
+def _compare_one(
+    want: Expected, have: TensorInfo, slot: str, assumed: Mapping[str, tuple[str, int]]
+) -> Iterator[Problem]:
     if have.shape != want.shape:
         follows = f" ({want.formula})" if want.formula else ""
         fix = FC_FIX if slot == "fc" else "Correct the config's dims; the config may belong to another head."
-        if left_out := [assumed[name] for name in re.findall(r"\w+", want.formula) if name in assumed]:
-            follows += f"; the config has no {left_out[0]}, so its default is taken"
-            fix = f"Add {left_out[0]} to config.json as the head was trained, or export the head again."
+        if left_out := next(_left_out(want, have, assumed), ""):
+            follows += f"; the config has no {left_out}, so its default is taken"
+            fix = f"Add {left_out} to config.json as the head was trained, or export the head again."
         if have.shape == want.shape[::-1]:
             follows, fix = f"{follows}; it is transposed", "Transpose it: a weight is [outputs, inputs]."
         yield _problem(

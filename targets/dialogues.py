@@ -151,6 +151,8 @@ def _messages(row: Mapping[str, Any], where: str) -> Messages:
             | read_reasoning(turn)
             for turn in turns or ()
         ]
+        if not messages:
+            raise ValueError(f"its keys are {', '.join(map(str, row))[:80]}")
         if not any(m["role"] == "assistant" for m in messages):
             raise ValueError("it has no answer")
         if not all(said and isinstance(said, str) for m in messages for said in m.values()):
@@ -159,7 +161,9 @@ def _messages(row: Mapping[str, Any], where: str) -> Messages:
         why = f"a turn is from {fault}, not {', '.join(ROLES)}" if isinstance(fault, KeyError) else fault
         asks = {"prompt", "turns"} & row.keys() and not {"messages", "conversations", "response"} & row.keys()
         raise TrainingDataInvalid(
-            f"this row is not a dialogue: {why}", where=where, fix=ANSWERED if asks else FORMS
+            f"this row is not a dialogue: {why}",
+            where=where,
+            fix=ANSWERED if asks else f"{FORMS} Leave out rows with an empty turn.",
         ) from fault
     return messages
 

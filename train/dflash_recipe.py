@@ -129,10 +129,11 @@ class BlockRecipe(DrafterRecipe):
         captured = guessed(target.layers, layers)
         if "captured" not in stated and list(captured) != sorted(set(captured)):
             raise RecipeInvalid(
-                f"a drafter of {layers} layers reads as many of the target's, evenly spread, and this target has too "
-                f"few for that ({target.layers})",
+                f"a drafter of {layers} layers reads as many of the target's, among 1 to {target.layers - 3} of its "
+                f"{target.layers}, which are too few",
                 where=where(("layers",)),
-                fix="Set a smaller number of layers (--set layers=N), or choose the target's (--set captured=1,2,3).",
+                fix=f"Set layers to {max(1, target.layers - 3)} or fewer (--set layers=N), or name the target's layers "
+                "(--set captured=1,2,3).",
             )
         if "mask" not in stated:
             raise RecipeInvalid(

@@ -90,6 +90,21 @@ def test_a_wrong_shape_names_a_key_that_the_config_leaves_out(tmp_path):
     assert caught.value.fix.startswith("Add num_key_value_heads")
 
 
+def test_a_key_that_cannot_explain_a_shape_is_not_named(tmp_path):
+    """Two layers' states: no target_hidden_size makes three of them."""
+    config = VLLM.write_config(GQA)
+    del config["target_hidden_size"]
+    folder = head(
+        tmp_path,
+        GQA,
+        lambda tensors: tensors.update({"fc.weight": tensors["fc.weight"][:, :96].clone()}),
+        config=config,
+    )
+    with pytest.raises(TensorShape, match=r"fc\.weight is \[48, 96\]") as caught:
+        read_head(open_checkpoint(folder))
+    assert "target_hidden_size" not in caught.value.what and "list of captured layers" in caught.value.fix
+
+
 def test_a_transposed_tensor_is_said_to_be_that(tmp_path):
     folder = head(tmp_path, GQA, lambda tensors: tensors.update({"fc.weight": tensors["fc.weight"].T.contiguous()}))
     with pytest.raises(TensorShape, match=r"\[144, 48\]; the config demands \[48, 144\].*; it is transposed") as caught:

@@ -317,7 +317,7 @@ WRONG = {
         {"captured": ..., "layers": 9},
         "a drafter of 9 layers reads",
     ),
-    "the default of layers": ("dflash", {"captured": ...}, "this target has too few for that"),
+    "the default of layers": ("dflash", {"captured": ...}, "among 1 to 4 of its 7, which are too few"),
     "another kind of attention": (
         "dflash",
         {"attention": {"heads": 4, "q_lora_rank": 64}},

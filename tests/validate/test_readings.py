@@ -232,6 +232,15 @@ def test_a_mistake_that_only_comes_close_to_another_reading_is_not_named_beside_
     assert finding.rule == "K364"
 
 
+@pytest.mark.parametrize(("near", "rule"), [((-0.002, 0.002), "K365"), ((0.2, 0.02), "K364")])
+def test_a_rope_that_gains_in_long_text_alone_is_no_error(near, rule):
+    """A right head trained on rows of 96 tokens, on texts of 350, as it was measured; and one whose base was lost."""
+    gain = Gain("the target's own RoPE", "target's", 2.352, 0.273, 0.082, near=near)
+    (finding,) = judge_mistakes([gain])
+    assert (finding.rule, finding.severity) == (rule, "warning" if rule == "K365" else "error")
+    assert ("in the first 96 tokens" in finding.message) == (rule == "K365")
+
+
 def test_a_cure_that_drafts_no_better_than_a_bigram_is_not_named():
     fault = Gain("fc times 100", "scale", 1.12, 0.14, 0.02)
     (finding,) = judge_mistakes([fault], least=1.25)

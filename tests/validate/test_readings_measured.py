@@ -159,6 +159,17 @@ def test_the_showcase_fault_warns_at_conversion_and_is_an_error_where_it_is_meas
     assert shown.exit_code == 1 and "K312" in shown.stdout and "[1, 3, 5]" in shown.stdout
 
 
+@pytest.mark.parametrize(("theta", "found"), [(10000.0, False), (500.0, True)], ids=["right", "lost"])
+def test_a_base_is_judged_on_text_no_longer_than_the_heads_training(demo, tmp_path, theta, found):
+    """The head saw rows of 96 tokens. In texts of 330 the target's base drafts better from there on."""
+    texts = [text for text in read_corpus().held_out if len(text) > 400][:3]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    head = Lost("gqa", NO_BASE | {"rope_theta": theta}).write(demo, tmp_path / "head")
+    said = kconv("validate", head, "--target", demo / "target", "--prompts", tmp_path / "prompts.jsonl",
+                 "--new-tokens", "300").output  # fmt: skip
+    assert ("error K364" in said) == found and ("K365" in said) != found
+
+
 def test_a_head_of_random_weights_cannot_be_told(demo, states, tmp_path):
     import torch
     from safetensors.torch import load_file, save_file

@@ -162,6 +162,7 @@ RULES: tuple[Rule[Any], ...] = (
         "The head's acceptance rises when a norm or fc is scaled, a norm replaced, or by the target's RoPE or epsilon,"
         " by less than a fault costs. The head is not fully trained, or something was changed a little after training.",
         "Compare it with the trainer's. If they are equal, train longer.",
+        also=("warning",),
     ),
     Rule(
         "K366",

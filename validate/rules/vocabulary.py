@@ -107,6 +107,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "error",
         "d2t holds target ids instead of offsets. Engines add the draft id to each.",
         fix=REBUILD,
+        says_fix=True,
         seen_in="https://github.com/SafeAILab/EAGLE/issues/222",
         values=True,
     ),
