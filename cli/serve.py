@@ -192,7 +192,7 @@ def _choose(head: Head, name: str | None, python: Path, *, starts: bool) -> Engi
             what = f"kconv cannot start {who} with a head in {layout}"
         else:
             what = f"{layout} is read only by {who}, which kconv does not start" if own else f"no engine reads {layout}"
-        ways = " or ".join(f"kconv to-{one}" for one in ([name] if name else ("vllm", "sglang")))
+        ways = " or ".join(f"kconv to-{one}" for one in ([name] if name else registry.startable()))
         convert = [] if name and told else [f"convert the head first ({ways} HEAD OUT)"]
         fix = "; or ".join([*convert, *follow])
         raise LayoutCannot(what, where=head.checkpoint.folder, fix=f"{fix[0].upper()}{fix[1:]}.")

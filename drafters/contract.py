@@ -207,7 +207,9 @@ def _left_out(want: Expected, have: TensorInfo, assumed: Mapping[str, tuple[str,
     for dim, wanted, held in zip(want.formula.split(","), want.shape, have.shape, strict=False):
         for name in re.findall(r"\w+", dim if held != wanted and "+" not in dim else ""):
             key, value = assumed.get(name, ("", 0))
-            if key and held % (wanted // value) == 0:
+            # Whole states of this width are of another number of layers.
+            layers = "captured" in dim and value and held % value == 0
+            if key and held % (wanted // value) == 0 and not layers:
                 yield key
 
 
