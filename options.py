@@ -44,7 +44,7 @@ def _path(value: Any) -> Any:
         if "\0" in str(value):
             raise ValueError("a path cannot contain a zero byte")
         return expanded(value)
-    raise ValueError(f"it must be text, a path or a name, but is of type {type(value).__name__}")
+    raise ValueError(f"it must name a file, a folder or a Hub id, but is of type {type(value).__name__}")
 
 
 _NAME = PlainValidator(_path)

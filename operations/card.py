@@ -149,10 +149,18 @@ class Card(Operation):
         style: dict[str, Any] = {"style": self.style, "model_index": self.model_index, "chart": self.chart}
         if self.out is not None:
             from ..cards.publish.release import write_release
+            from ..checkpoint.manifest import MANIFEST
+            from ..errors import NotACheckpoint
 
             out, release = Path(self.out), context.release
             refuse_existing_output(self.out)
             head = context.source(self.head).open_weights().folder
+            if not (head / MANIFEST).is_file():
+                raise NotACheckpoint(
+                    f"--out copies a folder that kconv wrote, and {self.head} has no {MANIFEST}",
+                    where=head,
+                    fix="Without --out, the card is written into the folder. Or convert the head first.",
+                )
             # The repository to which the recipe publishes it; else its card would name a folder.
             title = (repository_in(release.text) or release.title) if release else ""
             write_release(

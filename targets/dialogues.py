@@ -151,7 +151,7 @@ def _messages(row: Mapping[str, Any], where: str) -> Messages:
             | read_reasoning(turn)
             for turn in turns or ()
         ]
-        if not messages:
+        if not messages and not {"prompt", "turns"} & row.keys():
             raise ValueError(f"its keys are {', '.join(map(str, row))[:80]}")
         if not any(m["role"] == "assistant" for m in messages):
             raise ValueError("it has no answer")

@@ -381,6 +381,12 @@ def read_recipe_file(name: str) -> Stated:
             where=name,
             fix="Write KEY: VALUE lines, as in eagle3-mla.yaml.",
         )
+    if isinstance(values.get("steps"), dict):
+        raise RecipeInvalid(
+            f"{name} is a release's recipe, not a training's",
+            where=name,
+            fix=f"Run it with kconv run {name}, or pass the recipe that its train step names.",
+        )
     return Stated(values, name, text)
 
 

@@ -333,7 +333,8 @@ CHECKS = (
         "a-floor-is-stated",
         "error",
         "A floor is stated, with its metric, suite, target, temperature, K and prompts.",
-        "Put min_acceptance into the recipe, or pass --min-acceptance with its options.",
+        "Put min_acceptance into the recipe, or pass --min-acceptance with --suite, --draft-tokens, --min-prompts and"
+        " --max-loss, and for a suite of prompts --target-name and --temperature.",
         _floor_named,
         # A target drafts nothing: its perplexity counts instead, see P107.
         asked_of=_drafts,

@@ -264,7 +264,7 @@ def test_a_report_of_no_weights_is_refused(head, tmp_path):
 
 def test_an_acceptance_above_k_plus_1_is_refused(head, tmp_path):
     result = run(head, "--acceptance", acceptance(tmp_path, rows=[FIGURE | {"value": 4.5}]))
-    assert result.exit_code == 1 and "not within 1 and 4" in result.stderr
+    assert result.exit_code == 1 and "not from 1 to 4" in result.stderr
 
 
 def test_an_unknown_style_is_misuse(head):
