@@ -62,7 +62,8 @@ def open_origin(checkpoint: Checkpoint, output: Source, target: Source | None, h
             fix = f"Pass {named} as it was at the conversion, or convert this head."
             raise mismatch(checkpoint.source, what, fix) from error
         return Origin(recorded, recorded)
-    recorded = _read(checkpoint, by_name(manifest.source_layout), manifest.hints, config)
+    with _of_the_source(checkpoint):
+        recorded = _read(checkpoint, by_name(manifest.source_layout), manifest.hints, config)
     try:
         return Origin(recorded, _read(checkpoint, None, Hints(), config))
     except KconvError:
@@ -76,7 +77,7 @@ def _of_the_source(checkpoint: Checkpoint) -> Generator[None]:
         yield
     except KconvError as fault:
         if not isinstance(fault.where, Where):
-            fault.where = f"{checkpoint.source}: {fault.where}"
+            fault.where = f"{checkpoint.source}{f': {fault.where}' if fault.where else ''}"
         raise
 
 

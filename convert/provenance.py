@@ -75,7 +75,7 @@ class Provenance:
         return now.model_copy(update={"prompts": prompts, "before": before})
 
     def check_config(self, spec: Spec) -> None:
-        """Raise ManifestMismatch if the manifest was written beside another config.json than is there, or says so."""
+        """Raise ManifestMismatch if the manifest is of another config.json, or says of the head what that does not."""
         if self.manifest is None:
             return
         for record in self.manifest.files:

@@ -209,7 +209,8 @@ def _left_out(want: Expected, have: TensorInfo, assumed: Mapping[str, tuple[str,
             key, value = assumed.get(name, ("", 0))
             # Whole states of this width are of another number of layers.
             layers = "captured" in dim and value and held % value == 0
-            if key and held % (wanted // value) == 0 and not layers:
+            # A packed weight, or its scales, has less than the formula says.
+            if key and wanted % value == 0 and held % (wanted // value) == 0 and not layers:
                 yield key
 
 

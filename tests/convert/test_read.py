@@ -1,6 +1,7 @@
 """Reading a head: each tensor is claimed by a slot, and what is missing, unknown or misshapen is refused by name."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ from safetensors.torch import load_file, save_file
 from support.heads import GQA, MLA, MODELOPT_KIMIK2, PORTABLE, cut, random_slots, write_head
 
 from kconv.checkpoint.folder import open_checkpoint
+from kconv.checkpoint.header import TensorInfo
 from kconv.checkpoint.manifest import Hints
 from kconv.convert.read import read_head, read_slot, read_weights, weight_dtype
+from kconv.drafters.contract import Expected, compare
 from kconv.drafters.spec import Norms
 from kconv.engines import BY_NAME
 from kconv.engines.layout import stored
@@ -103,6 +106,14 @@ def test_a_key_that_cannot_explain_a_shape_is_not_named(tmp_path):
     with pytest.raises(TensorShape, match=r"fc\.weight is \[48, 96\]") as caught:
         read_head(open_checkpoint(folder))
     assert "target_hidden_size" not in caught.value.what and "list of captured layers" in caught.value.fix
+
+
+def test_a_packed_weight_narrower_than_an_assumed_width_is_no_crash():
+    want = Expected("fc.weight_packed", (8, 6), ("U8",), False, "hidden, target_hidden")
+    held = {"fc.weight_packed": TensorInfo("fc.weight_packed", "U8", (8, 5), Path("f"), 0, 40)}
+    (problem,) = compare({want.name: want}, held, ignored={}, unclaimed={}, slots={want.name: "fc"},
+                         assumed={"target_hidden": ("target_hidden_size", 12)})  # fmt: skip
+    assert problem.kind is TensorShape and "target_hidden_size, so" not in problem.what
 
 
 def test_a_transposed_tensor_is_said_to_be_that(tmp_path):
