@@ -32,11 +32,12 @@ def _explain(context: click.Context, _: click.Parameter, wanted: str | None) -> 
     from .show import print_json, show_lines
 
     wants_all = wanted == "all"
+    rules = list(all_rules().values()) if wants_all else [_release_rule(wanted) or find_rule(wanted)]
     if context.meta[AS_JSON]:
-        every = [rule.to_json() for rule in all_rules().values()] if wants_all else []
-        print_json({"rules": every} if wants_all else (_release_rule(wanted) or find_rule(wanted)).to_json())
+        told = [rule.to_json() for rule in rules]
+        print_json({"rules": told} if wants_all else told[0])
     else:
-        show_lines([list_rules(all_rules())] if wants_all else (_release_rule(wanted) or find_rule(wanted)).lines())
+        show_lines([list_rules(all_rules())] if wants_all else rules[0].lines())
     context.exit()
 
 

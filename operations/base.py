@@ -205,8 +205,8 @@ class Operation(StrictModel):
         places = [name for name, info in cls.model_fields.items() if marks(info).argument]
         if len(args) > len(places):
             by_place = f"takes {len(places)} by position ({', '.join(places)}), but {len(args)} were given"
-            raise TypeError(f"kconv.{_in_python(cls)} {by_place}; name the others, as in NAME=VALUE")
-        return cls.checked(dict(zip(places, args, strict=False)) | options, f"help(kconv.{_in_python(cls)})")
+            raise TypeError(f"kconv.{_python_name(cls)} {by_place}; name the others, as in NAME=VALUE")
+        return cls.checked(dict(zip(places, args, strict=False)) | options, f"help(kconv.{_python_name(cls)})")
 
     @classmethod
     def checked(cls, values: Mapping[str, Any], see: str = "") -> Self:
@@ -238,7 +238,7 @@ def command_name(cls: type[Operation]) -> str:
     return "".join(f"-{c.lower()}" if c.isupper() else c for c in cls.__name__).lstrip("-")
 
 
-def _in_python(cls: type[Operation]) -> str:
+def _python_name(cls: type[Operation]) -> str:
     return command_name(cls).replace("-", "_")
 
 

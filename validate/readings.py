@@ -68,7 +68,8 @@ SIGMAS_OF_ONE, GAIN_OF_ONE = 3.0, 0.001
 FAULT_OF_ONE = 0.005
 TARGETS_ROPE = "the target's own RoPE"
 # Another RoPE may also gain where the text is longer than what the head was trained on, which says nothing against its
-# own. The demo's heads saw rows of 96 tokens; in the first tokens of a text a wrong base costs as much as later.
+# own. The demo's heads saw rows of 96 tokens. A lost base shows within them: with 500 for 10,000 the GQA head regains
+# 0.249 from the target's in texts of 96.
 NEAR = 96
 SCALES = (0.8, 0.9, 1.1, 1.25)
 # Of fc, whose scale a loader may lose whole.
