@@ -48,6 +48,8 @@ ENTRY = re.compile(
     r'"([^"\\\x00-\x1f]*)":\{"dtype":"([A-Z0-9_]*)","shape":\[((?:(?:0|[1-9][0-9]*)(?:,(?:0|[1-9][0-9]*))*)?)\],'
     r'"data_offsets":\[(0|[1-9][0-9]{0,17}),(0|[1-9][0-9]{0,17})\]\}(?:,(?=")|\}\Z)'
 )
+# A number of a layer or an expert in a tensor's name.
+NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 # Characters of an entry besides its values, including the one after it.
 ENTRY_MARKS = len('"":{"dtype":"","shape":[],"data_offsets":[,]},')
 FREE_TEXTS = re.compile(r'\{(?:"__metadata__":(\{[^{}]*\}),)?')
@@ -77,6 +79,11 @@ class TensorInfo(NamedTuple):
     file: Path
     begin: int
     size: int
+
+    @property
+    def kind(self) -> str:
+        """The name without the numbers of its layer and expert, e.g. "model.layers.*.mlp.up_proj.weight"."""
+        return NUMBER.sub("*", self.name)
 
 
 def byte_size(dtype: str, shape: tuple[int, ...]) -> int:

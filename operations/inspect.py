@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from math import prod
@@ -27,7 +26,7 @@ STATED = (
 
 
 # More tensors than any drafter has are a whole model's; of these, the number of a layer or an expert is left out.
-MANY, NUMBER = 200, re.compile(r"(?<![^.])\d+(?![^.])")
+MANY = 200
 
 
 @dataclass(frozen=True, repr=False)
@@ -172,7 +171,7 @@ def _tables(tensors: Collection[TensorInfo]) -> Iterator[Part]:
         return
     kinds: dict[tuple[str, str, str], list[int]] = {}
     for one in tensors:
-        kinds.setdefault((NUMBER.sub("*", one.name), one.dtype, shape(one)), []).append(one.size)
+        kinds.setdefault((one.kind, one.dtype, shape(one)), []).append(one.size)
     counted = [
         (name, f"{len(sizes):,}", dtype, dims, f"{sum(sizes):,}") for (name, dtype, dims), sizes in kinds.items()
     ]

@@ -12,7 +12,7 @@ import torch
 from blake3 import blake3
 from pydantic import Field
 
-from ..checkpoint.bytes import file_digest, first_bytes
+from ..checkpoint.bytes import file_digest, sample_weights
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.formats import fused_group, is_scale
 from ..checkpoint.header import TensorInfo
@@ -31,8 +31,7 @@ class TargetIdentity(StrictModel):
     Attributes:
         hidden, layers, vocab: its dims.
         norm: blake3 of the final norm's values in bf16: no form quantizes it, and most training changes it.
-        form: blake3 of the tensors' names, dtypes and shapes. Two targets of one form are compared by `weights` too.
-        weights: blake3 of the first bytes of each tensor: LoRA leaves the norms as they are.
+        form, weights: see `WeightsSample`. Two targets of one form are compared by `weights` too.
     """
 
     hidden: int
@@ -75,9 +74,6 @@ class TargetCalibration(StrictModel):
     input_amax: dict[str, float]
 
 
-SAMPLED = 64  # bytes of each tensor: 16 MB of 250,000
-
-
 def identify(target: Checkpoint, config: TargetConfig) -> TargetIdentity:
     norm = target.tensors.get(f"{config.prefix}model.norm.weight")
     if norm is None:
@@ -88,19 +84,14 @@ def identify(target: Checkpoint, config: TargetConfig) -> TargetIdentity:
         )
     values = read_tensor(norm).bfloat16().contiguous()
     digest = blake3(values.view(torch.uint8).numpy().data).hexdigest()
-    tensors = [target.tensors[name] for name in sorted(target.tensors)]
-    form, weights = blake3(), blake3()
-    first = first_bytes(tensors, SAMPLED)
-    for info in tensors:
-        form.update(repr((info.name, info.dtype, info.shape)).encode())
-        weights.update(first[info.name])
+    sample = sample_weights(target.tensors.values())
     return TargetIdentity(
         hidden=config.hidden,
         layers=config.layers,
         vocab=config.vocab,
         norm=digest,
-        form=form.hexdigest(),
-        weights=weights.hexdigest(),
+        form=sample.form,
+        weights=sample.weights,
     )
 
 

@@ -381,7 +381,7 @@ class Ends:
 
     config: TargetConfig
     tensors: Mapping[str, TensorInfo]
-    name: str
+    source: Source
 
     @cached_property
     def digests(self) -> dict[str, str]:
@@ -399,7 +399,7 @@ def find_ends(source: Source) -> Ends:
     """
     config = read_target_config(source.fetch_config())
     names = {config.embed_tokens, config.on_disk("model.norm.weight"), config.lm_head}
-    return Ends(config, source.fetch_tensors(names), source.name)
+    return Ends(config, source.fetch_tensors(names), source)
 
 
 def load_ends(ends: Ends, dtype: torch.dtype) -> CausalLM:
@@ -419,7 +419,7 @@ def load_ends(ends: Ends, dtype: torch.dtype) -> CausalLM:
             found = f"it is {info.dtype} {list(info.shape)}" if info else "it is missing"
             raise TargetInvalid(
                 f"the target's {stored} should be {'/'.join(SOURCE_DTYPES)} {list(own.shape)}, and {found}",
-                where=ends.name,
+                where=ends.source.name,
                 fix="Check that config.json and the weights belong to the same model.",
             )
         own.copy_(read_tensor(info))

@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass as record_dataclass
 
-from ..checkpoint.bytes import file_digest
+from ..checkpoint.bytes import WeightsSample, file_digest, sample_weights
+from ..checkpoint.folder import open_checkpoint
 from ..checkpoint.header import TensorInfo, read_header
 from ..checkpoint.schema import load_json
-from ..errors import StatesInvalid
+from ..checkpoint.source import Source
+from ..errors import CorruptIndex, NotACheckpoint, StatesInvalid
 from ..installed import version
 from ..strict import StrictModel
 from .config import TargetConfig
@@ -46,6 +48,7 @@ class TargetRecord(StrictModel):
         config_sha256: of its config.json, as canonical JSON.
         model_type, layers, hidden, vocab: its dims.
         lm_head_blake3: of its output matrix's bytes, which distinguishes one fine-tune from another.
+        form, weights: see `WeightsSample`; None for a target in a server whose layers were not on this machine.
     """
 
     source: str
@@ -55,6 +58,45 @@ class TargetRecord(StrictModel):
     hidden: int
     vocab: int
     lm_head_blake3: str
+    form: str | None
+    weights: str | None
+
+    def check_weights(self, target: Source, lm_head: str, where: str | Path) -> None:
+        """Refuse another target with the same config: one of another output matrix, or of other layers.
+
+        Layers are compared where the whole of both targets was on this machine, in the same form.
+
+        Args:
+            target: the one that the states must come from.
+            lm_head: blake3 of its output matrix's bytes.
+            where: the states, for the message.
+
+        Raises:
+            StatesInvalid: it is another target.
+        """
+        differs = "lm_head differs"
+        if lm_head == self.lm_head_blake3:
+            sample = sample_target(target.fetch_config())
+            if sample is None or sample.form != self.form or sample.weights == self.weights:
+                return
+            differs = "layers differ"
+        raise StatesInvalid(
+            f"the states come from {self.source}, whose {differs} from {target.name}'s",
+            where=where,
+            fix="Pass the target that the states come from, or create states for this one.",
+        )
+
+
+def sample_target(folder: Path) -> WeightsSample | None:
+    """Return what tells a target's weights from others; None for a folder without its layers, e.g. with the ends alone.
+
+    Raises:
+        ConfigInvalid, CorruptHeader: it cannot be read.
+    """
+    try:
+        return sample_weights(open_checkpoint(folder).tensors.values())
+    except (NotACheckpoint, CorruptIndex):
+        return None
 
 
 class PromptsRecord(StrictModel):
@@ -450,14 +492,9 @@ class StoredStates:
                 fix="Fetch them. With several nodes, kconv train --dry-run --json lists the files of each.",
             )
 
-    def check_lm_head(self, blake3: str, target: str) -> None:
-        """Refuse states of a target with the same config but other weights, detected by its output matrix."""
-        if blake3 != self.record.target.lm_head_blake3:
-            raise StatesInvalid(
-                f"the states come from {self.record.target.source}, whose lm_head differs from {target}'s",
-                where=self.folder,
-                fix="Pass the target that the states come from, or create states for this one.",
-            )
+    def check_target(self, target: Source, lm_head: str) -> None:
+        """Refuse states of another target with the same config; see `TargetRecord.check_weights`."""
+        self.record.target.check_weights(target, lm_head, self.folder)
 
     def verify(self) -> None:
         """Check every shard against its sha256."""

@@ -59,6 +59,7 @@ from .states import (
     count_kinds,
     cut_shards,
     describe_shards,
+    sample_target,
     shard_name,
 )
 from .tokenizer import Tokenizer, load_tokenizer
@@ -124,6 +125,7 @@ def plan_states(
     else:
         rows, prompts = _of_dialogues(options, tokenizer, config.max_positions)
         seed, new_tokens = 0, {}
+    sample = sample_target(checkpoint.folder)
     record = StatesRecord(
         target=TargetRecord(
             source=checkpoint.source,
@@ -133,6 +135,8 @@ def plan_states(
             hidden=config.hidden,
             vocab=config.vocab,
             lm_head_blake3=digest(checkpoint.tensors[config.lm_head]),
+            form=sample and sample.form,
+            weights=sample and sample.weights,
         ),
         captured=tuple(captured),
         dtype=dtype,  # pyright: ignore[reportArgumentType]

@@ -104,12 +104,21 @@ def tiny_target(cache: Path) -> Path:
 @pytest.fixture(scope="session")
 def other_target(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder as `tiny_target` but for its lm_head: another fine-tune, of the same config."""
+    return _doubled(tiny_target, "lm_head.weight", tmp_path_factory.mktemp("other") / "target")
+
+
+@pytest.fixture(scope="session")
+def fine_tune(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder as `tiny_target` but for one layer's matrix, as LoRA leaves all ends."""
+    return _doubled(tiny_target, "model.layers.2.self_attn.o_proj.weight", tmp_path_factory.mktemp("tuned") / "target")
+
+
+def _doubled(target: Path, name: str, folder: Path) -> Path:
     from safetensors.torch import load_file, save_file
 
-    folder = tmp_path_factory.mktemp("other") / "target"
-    shutil.copytree(tiny_target, folder)
+    shutil.copytree(target, folder)
     weights = load_file(folder / "model.safetensors")
-    weights["lm_head.weight"] *= 2
+    weights[name] *= 2
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 

@@ -26,13 +26,13 @@ from ..convert.read import Head, read_slot
 from ..drafters.vocab import Coverage, measure_coverage, target_ids
 from ..engines import by_name
 from ..engines.layout import Layout, Limit
-from ..errors import LayoutCannot, RecipeInvalid, StatesInvalid
+from ..errors import LayoutCannot, RecipeInvalid
 from ..installed import sources_digest, version
 from ..targets.config import TargetConfig, read_target_config
 from ..targets.model import Ends, check_memory, find_ends, load_target
 from ..targets.options import SPLIT, StatesOptions
 from ..targets.prompts import KEPT
-from ..targets.states import StatesFolder, StatesRecord, open_states
+from ..targets.states import StatesFolder, StatesRecord, TargetRecord, open_states
 from ..targets.stream_states import StreamedStates
 from ..targets.tokenizer import Tokenizer, load_tokenizer
 from ..targets.write_states import SHARD_BYTES, Runner, plan_states
@@ -90,7 +90,7 @@ class TrainJob:
         specials: token ids that a reduced draft vocabulary always keeps.
         init_from: a head to continue from, in any layout.
         ends: the target's ends, if nothing else of it is read; None if the whole target is in `target` and is read.
-        lm_head: blake3 of the output matrix that the target must have; None if no states record it.
+        recorded: the target that its states come from; None if the target is run.
         prompts: returns the training prompts, for the manifest, if `data` lacks them: only the end needs them.
     """
 
@@ -103,7 +103,7 @@ class TrainJob:
     specials: tuple[int, ...] = ()
     init_from: Head | None = None
     ends: Ends | None = None
-    lm_head: str | None = None
+    recorded: TargetRecord | None = None
     prompts: Callable[[], list[str]] | None = None
 
     @property
@@ -113,16 +113,11 @@ class TrainJob:
 
 
 def check_target(job: TrainJob) -> None:
-    """Raise StatesInvalid for stored states of a target with the same config but another output matrix."""
-    if job.ends is None or job.lm_head is None:
-        return
-    name = job.ends.config.lm_head
-    if job.ends.digests.get(name, job.lm_head) != job.lm_head:
-        raise StatesInvalid(
-            f"the states come from a target whose lm_head differs from {job.ends.name}'s",
-            where=name,
-            fix="Pass the target that the states come from, or create states for this one.",
-        )
+    """Raise StatesInvalid for stored states of another target with the same config."""
+    if job.recorded is not None:
+        ends = job.own_ends
+        own = ends.digests.get(ends.config.lm_head, job.recorded.lm_head_blake3)
+        job.recorded.check_weights(ends.source, own, job.data["name"])
 
 
 def draft_coverage(job: TrainJob) -> Coverage | None:
@@ -315,7 +310,7 @@ def streamed_job(
     check_job(values, config, init_from)
     spec, own = init_from.spec if init_from else None, ends or find_ends(Folder(target))
     captured = complete(values, config, maxsize, spec).captured
-    checkpoint = Checkpoint(target, config.raw, dict(own.tensors), own.name)
+    checkpoint = Checkpoint(target, config.raw, dict(own.tensors), own.source.name)
     # A recipe may name its layers in any order.
     asked = {"data": options.data, "captured": captured, "split": options.split, "revision": options.revision}
     wanted = StatesOptions().model_copy(update=asked)
@@ -345,13 +340,12 @@ def _place(stored: StatesFolder, values: Mapping[str, Any]) -> tuple[Placed, Pla
 def _of_states(job: TrainJob, record: StatesRecord, text: Placed, tokenizer: Tokenizer, ends: Ends | None) -> TrainJob:
     """Complete a job with the record of its states."""
     facts = {"states": record.prompts.model_dump(), "sequences": record.count, "dtype": record.dtype}
-    own, told = ends or find_ends(Folder(job.target)), record.target.lm_head_blake3
     return replace(
         job,
         data=job.data | facts,  # pyright: ignore[reportOperatorIssue]
         specials=tuple(tokenizer.specials),
-        ends=own,
-        lm_head=told,
+        ends=ends or find_ends(Folder(job.target)),
+        recorded=record.target,
         prompts=lambda: record_prompts(text.prompts(), job.init_from),
     )
 

@@ -315,7 +315,7 @@ def _open_states(
 ) -> StatesFolder:
     if (folder / RECORD).exists() or not any(folder.rglob("*.pt")):
         states = open_states(folder, config=config, captured=captured)
-        states.check_lm_head(digest(target.open_tensors({config.lm_head})[config.lm_head]), target.name)
+        states.check_target(target, digest(target.open_tensors({config.lm_head})[config.lm_head]))
         return states
     return open_modelopt_states(folder, config=config, captured=captured, allow_pickle=allow_pickle)
 

@@ -105,7 +105,7 @@ def convert_attention(
     check_layout(replace(outline(spec, kind, head_dim), dtype=spec.dtype), layout, head.places)
     shared = find_shared(target, SLOTS)
     if states is not None:
-        states.check_lm_head(digest(shared.lm_head), target.name)
+        states.check_target(target, digest(shared.lm_head))
         texts = stored_texts(states, spec)
     else:
         file, trusted = Path(options.prompts or ""), options.trust_remote_code

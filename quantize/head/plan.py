@@ -73,7 +73,7 @@ def quantize_head(
     plan(head, head.layout, WriteOptions(shared))
     config = read_target_config(target.fetch_config())
     stored = open_states(states, config=config, captured=head.spec.captured)
-    stored.check_lm_head(digest(shared.lm_head), target.name)
+    stored.check_target(target, digest(shared.lm_head))
     texts = stored_texts(stored, head.spec, is_fitted=False)
     weights = read_weights(head)
     weights |= {slot: read_tensor(shared.matching(slot, head.spec)) for slot in SLOTS if slot not in weights}

@@ -191,7 +191,7 @@ def test_without_its_manifest_it_is_compared_by_its_noise(quantized, tmp_path, k
     assert report.figures.identical is False
 
 
-def test_what_is_refused_leaves_nothing(quantized, states, tiny_target, other_target, tmp_path):
+def test_what_is_refused_leaves_nothing(quantized, states, tiny_target, other_target, fine_tune, tmp_path):
     out = tmp_path / "out"
 
     def refused(head: Path, fault: type[KconvError], name: str = "fp8", *more) -> str:
@@ -208,6 +208,7 @@ def test_what_is_refused_leaves_nothing(quantized, states, tiny_target, other_ta
         write(tmp_path / "other", replace(FITTING_GQA, captured=(1, 2, 5)), "vllm"), StatesInvalid
     )
     assert "lm_head differs" in refused(quantized / "gqa", StatesInvalid, "fp8", "--target", other_target)
+    assert "layers differ" in refused(quantized / "gqa", StatesInvalid, "fp8", "--target", fine_tune)
     assert not out.exists() and sorted(p.name for p in tmp_path.iterdir()) == ["other", "sglang", "trained"]
 
 

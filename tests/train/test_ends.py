@@ -153,9 +153,10 @@ def test_a_download_of_the_ends_that_broke_leaves_nothing_behind(sharded, hub, m
     assert find_ends(resolve("org/target")).digests == find_ends(Folder(sharded)).digests
 
 
-def test_states_of_a_target_with_other_weights_are_refused(other_target, states, tmp_path):
-    with pytest.raises(StatesInvalid, match="lm_head differs"):
-        train(job_of(other_target, states), tmp_path / "head")
+@pytest.mark.parametrize(("other", "what"), [("other_target", "lm_head differs"), ("fine_tune", "layers differ")])
+def test_states_of_a_target_with_other_weights_are_refused(other, what, states, tmp_path, request):
+    with pytest.raises(StatesInvalid, match=what):
+        train(job_of(request.getfixturevalue(other), states), tmp_path / "head")
 
 
 def test_layers_that_no_recipe_names_are_those_of_the_states(tiny_target, states):

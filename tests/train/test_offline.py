@@ -151,23 +151,26 @@ def test_a_run_is_not_gone_on_with_over_states_that_were_made_again(tiny_target,
     def stop(*_):
         raise KeyboardInterrupt
 
-    def stored_job() -> TrainJob:
-        config, tokenizer = read_target_config(tiny_target), load_tokenizer(tiny_target)
-        return offline_job(tiny_target, config, tokenizer, VALUES, tmp_path / "states", None)
+    def stored_job(target: Path) -> TrainJob:
+        config, tokenizer = read_target_config(target), load_tokenizer(target)
+        return offline_job(target, config, tokenizer, VALUES, tmp_path / "states", None)
 
     store(tiny_target, tmp_path, VALUES["seq"])
-    before = stored_job()
+    before = stored_job(tiny_target)
     with pytest.raises(KeyboardInterrupt):
         train(before, tmp_path / "head", progress=stop)
     shutil.rmtree(tmp_path / "states")
-    store(target_of(tiny_target, tmp_path), tmp_path, VALUES["seq"], dtype)
-    after = stored_job()
+    other = target_of(tiny_target, tmp_path)
+    store(other, tmp_path, VALUES["seq"], dtype)
+    after = stored_job(other)
     assert torch.equal(before.text.ids, after.text.ids) and torch.equal(before.unseen.ids, after.unseen.ids)
     with pytest.raises(OutputExists, match=r"the data was another then|the target and the data were others then"):
         train(after, tmp_path / "head")
     shutil.rmtree(tmp_path / "states")
     store(tiny_target, tmp_path, VALUES["seq"])
-    said = json.loads((train(stored_job(), tmp_path / "head") / "kconv.json").read_text())["training"]["data"]
+    said = json.loads((train(stored_job(tiny_target), tmp_path / "head") / "kconv.json").read_text())["training"][
+        "data"
+    ]
     assert (said["dtype"], said["sha256"]) == ("F32", before.data["sha256"])
 
 

@@ -207,10 +207,11 @@ def test_of_the_target_only_two_tensors_are_read(run, output, source, states, ti
     assert found.provenance["states"]["captured"] == (1, 3, 5)  # pyright: ignore
 
 
-def test_states_of_other_weights_are_refused(output, source, states, other_target):
-    with pytest.raises(StatesInvalid, match="lm_head differs"):
-        options = ValidateOptions(states=str(states))
-        measure_parity(output, source, options, Folder(other_target), None, lambda _: None)
+@pytest.mark.parametrize(("other", "what"), [("other_target", "lm_head differs"), ("fine_tune", "layers differ")])
+def test_states_of_other_weights_are_refused(output, source, states, other, what, request):
+    with pytest.raises(StatesInvalid, match=what):
+        options, target = ValidateOptions(states=str(states)), Folder(request.getfixturevalue(other))
+        measure_parity(output, source, options, target, None, lambda _: None)
 
 
 def test_modelopts_dumps_serve_as_states(run, output, source, states, tiny_target, tmp_path):
