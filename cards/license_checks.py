@@ -159,6 +159,9 @@ def _front(folder: LicensedFolder) -> Iterator[Found]:
 
 def _target(folder: LicensedFolder) -> Iterator[Found]:
     license = of_target(folder.facts.license.target, folder.target)
+    if license is None and folder.target and not any(text.origin.name == TARGET_LICENSE for text in folder.texts):
+        message = f"the license of {folder.target} is not stated, so nothing that it requires was looked for"
+        yield Found(NOTICE, message, "Name it in the facts: license.target.", severity="note")
     if license is None or not license.text or license.id == UNNAMED:
         return
     copied = folder.manifest.parameters_by_origin.copied_from_target if folder.manifest else 0
@@ -299,7 +302,7 @@ CHECKS: Mapping[str, Rule[LicensedFolder]] = {
             "Write the card again with it: kconv card DIR --force --target TARGET, or, with the text in a file of that "
             f"name, --license-file {TARGET_LICENSE}.",
             _target,
-            also=("warning",),
+            also=("warning", "note"),
         ),
         Rule(
             "L4",

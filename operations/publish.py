@@ -115,10 +115,24 @@ class Publish(Operation, PublishOptions):
             self.refuse("out", unless="without --offline, which publishes nothing")
         if self.min_acceptance is None:
             self.refuse("metric", *ABOUT, *MORE, unless="with --min-acceptance")
-        elif lacking := [name for name in ABOUT if getattr(self, name) is None]:
-            named = ", ".join("--" + name.replace("_", "-") for name in lacking)
-            raise ValueError(f"--min-acceptance also needs {named}")
+        else:
+            self._refuse_lacking()
         return self
+
+    def _refuse_lacking(self) -> None:
+        """Refuse a minimum acceptance without all that defines it, in one message."""
+        from ..cards.publish.floor import TEXTS
+
+        about, more = (
+            [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is None] for names in (ABOUT, MORE)
+        )
+        if self.suite in TEXTS:
+            more = []
+        elif self.suite:
+            about, more = [*about, *more], []
+        if about:
+            also = f", and for a suite of prompts {' and '.join(more)}" if more else ""
+            raise ValueError(f"--min-acceptance also needs {', '.join(about)}{also}")
 
     def run(self, context: Context) -> PublishResult:
         """Publish the folder; with `offline` only run the release checks.

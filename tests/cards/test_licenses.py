@@ -120,6 +120,17 @@ def test_l3_the_targets_license_is_owed_where_its_weights_are_in_the_file(output
     assert {where for severity, rule, where in found(output) if (severity, rule) == ("error", "L3")} == owed
 
 
+def test_l3_says_that_a_targets_license_is_not_known(output):
+    unknown = FACTS.model_copy(update={"base_model": "me/target"})
+    bare = unknown.model_copy(update={"license": LicenseFacts(id="nvidia-open-model-license")})
+    make(output, unknown, with_target=False, LICENSE=NVIDIA)
+    assert ("note", "L3", "NOTICE") in found(output, bare)
+    # Nothing is unknown where the owner names it, or its text is there.
+    assert not {one for one in found(output, unknown) if one[:2] == ("note", "L3")}
+    (output / "LICENSE-TARGET").write_text(KIMI)
+    assert not {one for one in found(output, bare) if one[:2] == ("note", "L3")}
+
+
 def test_a_target_without_a_license_text_has_the_license_that_its_own_card_names(output):
     folder = target(output.parent)
     (folder / "LICENSE").unlink()

@@ -123,9 +123,23 @@ def test_a_floor_can_be_named_where_the_folder_states_none(hub, folder):
     assert "P108" in kconv(folder, REPO).stderr
     assert kconv(folder, REPO, "--min-acceptance", "2.4", *about, "--dry-run").exit_code == 0
     assert "below the floor" in kconv(folder, REPO, "--min-acceptance", "2.9", *about).stderr
-    refused = kconv(folder, REPO, "--min-acceptance", "2.4", *about[:2])
+
+
+@pytest.mark.parametrize(
+    ("given", "needs"),
+    [
+        (["--suite", "sampled"], "--draft-tokens, --min-prompts, --max-loss"),
+        (["--suite", "MT-Bench"], "--draft-tokens, --min-prompts, --max-loss, --target-name, --temperature"),
+        (
+            ["--max-loss", "0", "--temperature", "0"],
+            "--suite, --draft-tokens, --min-prompts, and for a suite of prompts --target-name",
+        ),
+    ],
+)
+def test_all_that_a_floor_lacks_is_named_at_once(folder, given, needs):
+    refused = kconv(folder, REPO, "--min-acceptance", "2.4", *given)
     assert refused.exit_code == 2
-    assert "needs --draft-tokens, --min-prompts, --max-loss" in " ".join(refused.stderr.replace("│", "").split())
+    assert " ".join(refused.stderr.replace("│", "").split()).endswith(f"--min-acceptance also needs {needs}")
 
 
 def test_a_floor_on_a_suite_says_target_and_temperature(hub, folder):
@@ -135,10 +149,9 @@ def test_a_floor_on_a_suite_says_target_and_temperature(hub, folder):
     target, temperature = ["--target-name", SUITE["target"]], ["--temperature", "0"]
     ran = kconv(folder, REPO, "--min-acceptance", "2.6", *about, *target, *temperature, "--dry-run")
     assert ran.exit_code == 0, ran.stderr
-    for one in (target, temperature):
+    for one, lacking in ((target, "--temperature"), (temperature, "--target-name")):
         refused = kconv(folder, REPO, "--min-acceptance", "2.6", *about, *one)
-        assert refused.exit_code == 2 and "needs its target (or --target-name)" in refused.stderr
-        assert "Value error" not in refused.stderr
+        assert refused.exit_code == 2 and f"also needs {lacking}" in refused.stderr
     warmer = kconv(folder, REPO, "--min-acceptance", "2.6", *about, *target, "--temperature", "1")
     assert warmer.exit_code == 1 and "P109" in warmer.stderr
 

@@ -30,11 +30,12 @@ def candidate(folder: Path, floor: Floor | None = None):
 
 
 def found(folder: Path, floor: Floor | None = None) -> list[str]:
-    return [finding.rule for finding in judge(candidate(folder, floor))]
+    """Return the rules of what stops a release, or warns."""
+    return [finding.rule for finding in judge(candidate(folder, floor)) if finding.severity != "note"]
 
 
 def said(folder: Path) -> list[str]:
-    return [finding.message for finding in judge(candidate(folder))]
+    return [finding.message for finding in judge(candidate(folder)) if finding.severity != "note"]
 
 
 def flip(file: Path, at: int = -1) -> None:

@@ -66,6 +66,17 @@ def test_weights_that_no_other_rule_can_tell_from_good_ones_are_found(converted)
     assert [(finding.rule, finding.where) for finding in errors] == [("K301", "model.safetensors")]
 
 
+def test_a_config_that_was_changed_is_said_with_what_it_makes_of_the_head(converted):
+    file = converted / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config))  # other bytes, the same head
+    assert broken(converted) == ["config.json"]
+    file.write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}))
+    assert broken(converted) == ["config.json", "kconv.json"]
+    report = validate(Folder(converted))
+    assert any(finding.rule == "K301" and "the head has [0, 2, 4]" in finding.message for finding in report.findings)
+
+
 def test_a_head_that_cannot_be_read_is_held_against_its_manifest_too(converted):
     config = json.loads((converted / "config.json").read_text())
     (converted / "config.json").write_text(json.dumps(config | {"num_attention_heads": 0}))
@@ -118,7 +129,7 @@ def test_headers_alone_say_nothing_of_the_weights_but_of_the_config(converted):
     assert broken(converted, headers_only=True) == []
     config = json.loads((converted / "config.json").read_text())
     (converted / "config.json").write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}))
-    assert broken(converted, headers_only=True) == ["config.json"]
+    assert broken(converted, headers_only=True) == ["config.json", "kconv.json"]
 
 
 def test_a_quantized_target_is_held_against_its_manifest(tiny_target, tmp_path):
