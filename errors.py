@@ -107,6 +107,7 @@ class Problem:
     Attributes:
         severity: "error" if nothing can be made of the head, else "warning" or "note"; its rule says what engines do.
         kind: the error class that the problem is raised as.
+        knows: whether the fix is for this very tensor or key, and goes before its rule's.
     """
 
     code: str
@@ -116,6 +117,7 @@ class Problem:
     fix: str
     kind: type[KconvError] = KconvError
     needs: str = ""
+    knows: bool = False
 
     def error(self) -> KconvError:
         return self.kind(self.what, where=self.where, fix=self.fix, code=self.code, needs=self.needs)

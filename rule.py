@@ -131,7 +131,7 @@ class Rule(Generic[S]):
 
     def of_problem(self, problem: Problem, asked: Iterable[str] | None = None) -> Finding:
         """Return a problem from reading a head in a report's form."""
-        fix = problem.fix if self.says_fix else ""
+        fix = problem.fix if self.says_fix or problem.knows else ""
         return self.finding(Found(problem.where, problem.what, fix, needs=problem.needs), asked)
 
     def lines(self) -> Iterator[Part]:

@@ -48,20 +48,23 @@ def _release_rule(wanted: str) -> Rule[Any] | None:
     return release_rules().get(wanted.upper())
 
 
+EXPLAIN = click.Option(
+    ["--explain"],
+    metavar="RULE",
+    callback=_explain,
+    is_eager=True,
+    expose_value=False,
+    help="Explain a rule, e.g. K101 or P113, and exit; all lists the K rules.",
+    shell_complete=complete_value,
+)
 # Options of a command in addition to its operation's.
 EXTRA: dict[str, tuple[click.Parameter, ...]] = {
     "validate": (
-        click.Option(
-            ["--explain"],
-            metavar="RULE",
-            callback=_explain,
-            is_eager=True,
-            expose_value=False,
-            help="Explain a rule, e.g. K101 or P113, and exit; all lists the K rules.",
-            shell_complete=complete_value,
-        ),
+        EXPLAIN,
         click.Option(["-v", "--verbose"], is_flag=True, help="Show the notes too; by default they are only counted."),
-    )
+    ),
+    "card": (EXPLAIN,),
+    "publish": (EXPLAIN,),
 }
 # Fields of these kinds are paths, or names that stand for paths.
 PATHS = ("checkpoint", "file", "output")

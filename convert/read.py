@@ -16,7 +16,7 @@ from ..checkpoint.manifest import Hints
 from ..checkpoint.schema import MAX_YAML, parse_object, read_bounded
 from ..drafters.base import Drafter, Kind, Spec
 from ..drafters.captured import Captured
-from ..drafters.contract import FLOATS, Problems, check_d2t, compare, problem_of, summarize
+from ..drafters.contract import FLOATS, Dim, Problems, check_d2t, compare, name_prefix, problem_of, summarize
 from ..drafters.facts import Fact, Undecided, find_undecided
 from ..drafters.keys import ABSENT, find
 from ..drafters.slots import INTEGER, needs
@@ -192,8 +192,9 @@ def read(
         unclaimed=unclaimed(layout, spec),
         slots={name: row.slots[0] for name, row in rows.items()},
         norm_fix=layout.drafter.norm_fix,
-        assumed=_assumed(layout, spec, found.keys),
+        dims=_dims(layout, spec, found.keys),
     )
+    misfits = name_prefix(misfits, rows, tensors)
     if misfits and (another := _other_attention(spec, tensors)) is not None:
         misfits = [another]  # what else does not fit is a consequence
     if any(problem.kind is TensorShape for problem in misfits):
@@ -231,17 +232,16 @@ def read(
 ITS_CONFIG = "Put the config.json that was exported with these tensors beside them."
 
 
-def _assumed(layout: Layout, spec: Spec, keys: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
-    """Return the keys of dims that a config leaves out and their values, by their names in the shape formulas."""
+def _dims(layout: Layout, spec: Spec, keys: Mapping[str, Any]) -> dict[str, Dim]:
+    """Return what a config says of dims, by their names in the shape formulas."""
     kind = Mla if isinstance(getattr(spec, "attention", None), Mla) else Gqa
     own = (*layout.drafter.keys, *layout.drafter.attention.get(kind, ()))
-    dims = layout.drafter.dims(spec, 0)
-    return {
-        name: (key.names[0], dims[name])
-        for key in own
-        for name in [key.field.rpartition(".")[2]]
-        if name in dims and key.default and all(find(keys, one) is ABSENT for one in key.names + key.also)
-    }
+    dims, known = layout.drafter.dims(spec, 0), dict[str, Dim]()
+    for key in own:
+        name, absent = key.field.rpartition(".")[2], all(find(keys, one) is ABSENT for one in key.names + key.also)
+        if name in dims and dims[name] and (key.default or not absent):
+            known[name] = Dim(key.names[0], dims[name], assumed=absent)
+    return known
 
 
 def _other_attention(spec: Spec, tensors: Mapping[str, TensorInfo]) -> Problem | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
@@ -74,6 +74,8 @@ BY_TENSOR: tuple[tuple[str, type[KconvError], tuple[str, ...]], ...] = (
     ("K120", TensorUnknown, ("*",)),
 )
 SCALE_SHAPE, DTYPE, PREFIXED, PREFIX = "K119", "K118", "K125", "model."
+# What DistributedDataParallel puts before the names of the model that it wraps.
+WRAPPED = "module."
 
 
 class Problems(list[Problem]):
@@ -124,6 +126,15 @@ class Expected:
     formula: str = ""
 
 
+@dataclass(frozen=True)
+class Dim:
+    """What a config says of a dim: the key, its value, and whether that is a default since the key is left out."""
+
+    key: str
+    value: int
+    assumed: bool
+
+
 FC_FIX = "Set the list of captured layers, num_aux_hidden_states and target_hidden_size to the training values."
 OTHER_FIX = "Correct the config if the head needs it; leave the tensor out only if its trainer never used it."
 
@@ -136,7 +147,7 @@ def compare(
     unclaimed: Mapping[str, str],
     slots: Mapping[str, str] | None = None,
     norm_fix: str = "",
-    assumed: Mapping[str, tuple[str, int]] | None = None,
+    dims: Mapping[str, Dim] | None = None,
 ) -> list[Problem]:
     """Compare the tensors that a spec demands with a checkpoint's headers.
 
@@ -147,14 +158,14 @@ def compare(
         unclaimed: names that the layout knows for other specs, with the reason why they do not apply here.
         slots: the first slot of each tensor, by tensor name; it decides which rule covers the tensor.
         norm_fix: what to do about an unknown norm; "" for what is said of any other tensor.
-        assumed: keys that the config leaves out and the values taken for them, by their names in the shape formulas.
+        dims: what the config states of dims, by their names in the shape formulas.
 
     Returns:
         Every problem, missing tensors first.
     """
-    slots = slots or {}
+    slots, dims = slots or {}, dims or {}
     missing = [name for name, want in expected.items() if name not in held and not want.may_be_absent]
-    problems = [_missing(expected[name], held, slots.get(name, name)) for name in missing]
+    problems = [_missing(expected[name], slots.get(name, name)) for name in missing]
     for name in sorted(held.keys() - expected.keys() - ignored.keys()):
         why = unclaimed.get(name, "no row of the layout accounts for it")
         fix = (norm_fix if "norm" in name else "") or OTHER_FIX
@@ -162,10 +173,31 @@ def compare(
         if near := [one for one in lacking if _misspelt(name, one)]:
             fix = f"Rename it to {near[0]}, which is missing and has this shape, if it is that one."
         what = f"{name} {held[name].dtype} {list(held[name].shape)} has no place in this head: {why}"
-        problems.append(_problem(TensorUnknown, name, what, name, fix))
-    for name in sorted(expected.keys() & held.keys()):
-        problems += _compare_one(expected[name], held[name], slots.get(name, name), assumed or {})
+        problems.append(_problem(TensorUnknown, name, what, name, fix, knows=bool(near)))
+    both = sorted(expected.keys() & held.keys())
+    fitting = {part for name in both for part in _fitting(expected[name], held[name])}
+    for name in both:
+        problems += _compare_one(expected[name], held[name], slots.get(name, name), dims, fitting)
     return problems
+
+
+def name_prefix(problems: Sequence[Problem], expected: Iterable[str], held: Collection[str]) -> list[Problem]:
+    """Return what `compare` found, as one problem where tensors are missing only since their names begin otherwise."""
+    missing, unknown = ([p.where for p in problems if p.kind is kind] for kind in (TensorMissing, TensorUnknown))
+    prefixes = {one.removesuffix(name) for name in missing for one in unknown if one.endswith(f".{name}")}
+    if len(prefixes) != 1:
+        return [*problems]
+    [prefix] = prefixes
+    longer = {name: prefix + name for name in expected if name not in held and prefix + name in unknown}
+    name, found = next(iter(longer.items()))
+    what = f"{len(longer)} of {len(held)} names begin with {prefix!r}: {found} is {name} in this layout"
+    own = "Save the wrapped model's own state dict (model.module), or remove 'module.' from the names."
+    fix = own if prefix == WRAPPED else f"Remove {prefix!r} from the names."
+    explained = {*longer, *longer.values()}
+    return [
+        _problem(TensorMissing, name, what, found, fix, PREFIXED, knows=True),
+        *(problem for problem in problems if problem.where not in explained),
+    ]
 
 
 def _misspelt(name: str, other: str) -> bool:
@@ -183,54 +215,71 @@ def summarize(problems: Sequence[Problem]) -> Problem:
     return replace(first, what=f"{first.what}; {len(others)} more {'do' if others[1:] else 'does'} not fit: {named}")
 
 
-def _problem(kind: type[KconvError], about: str, what: str, where: str, fix: str, code: str = "") -> Problem:
+def _problem(
+    kind: type[KconvError], about: str, what: str, where: str, fix: str, code: str = "", *, knows: bool = False
+) -> Problem:
     if not code:
         code = next(code for code, of, slots in BY_TENSOR if of is kind and any(fnmatchcase(about, s) for s in slots))
-    return Problem(code, "error", where, what, fix, kind)
+    return Problem(code, "error", where, what, fix, kind, knows=knows)
 
 
-def _missing(want: Expected, held: Iterable[str], slot: str) -> Problem:
+def _missing(want: Expected, slot: str) -> Problem:
     what = f"{want.name} is missing; the config demands it with shape {list(want.shape)}"
     fix = "Export the head again, or correct the config if the head never had it. An engine would leave this weight "
     fix += "uninitialized without any message."
-    for name in held:
-        if name.endswith(f".{want.name}"):
-            prefix = name.removesuffix(want.name)
-            code = PREFIXED if prefix == PREFIX else ""
-            what, fix = f"{what}; the checkpoint has {name}", f"Remove {prefix!r} from the names."
-            return _problem(TensorMissing, slot, what, want.name, fix, code)
     return _problem(TensorMissing, slot, what, want.name, fix)
 
 
-def _left_out(want: Expected, have: TensorInfo, assumed: Mapping[str, tuple[str, int]]) -> Iterator[str]:
-    """Yield the keys that a config leaves out and of which another value would give a tensor its shape."""
+def _fitting(want: Expected, have: TensorInfo) -> Iterator[str]:
+    """Yield the parts of the formula of each dim that is as wanted."""
+    for dim, wanted, held in zip(want.formula.split(","), want.shape, have.shape, strict=False):
+        yield from re.findall(r"\w+", dim if held == wanted else "")
+
+
+def _suspects(want: Expected, have: TensorInfo, dims: Mapping[str, Dim]) -> Iterator[tuple[str, Dim, int]]:
+    """Yield the dims of which another value would give a tensor its shape, and that value."""
     for dim, wanted, held in zip(want.formula.split(","), want.shape, have.shape, strict=False):
         for name in re.findall(r"\w+", dim if held != wanted and "+" not in dim else ""):
-            key, value = assumed.get(name, ("", 0))
+            if name not in dims:
+                continue
+            value = dims[name].value
             # Whole states of this width are of another number of layers.
-            layers = "captured" in dim and value and held % value == 0
+            layers = "captured" in dim and held % value == 0
             # A packed weight, or its scales, has less than the formula says.
-            if key and wanted % value == 0 and held % (wanted // value) == 0 and not layers:
-                yield key
+            if not layers and wanted % value == 0 and held % (wanted // value) == 0:
+                yield name, dims[name], held // (wanted // value)
 
 
 def _compare_one(
-    want: Expected, have: TensorInfo, slot: str, assumed: Mapping[str, tuple[str, int]]
+    want: Expected, have: TensorInfo, slot: str, dims: Mapping[str, Dim], fitting: Collection[str]
 ) -> Iterator[Problem]:
     if have.shape != want.shape:
-        follows = f" ({want.formula})" if want.formula else ""
-        fix = FC_FIX if slot == "fc" else "Correct the config's dims; the config may belong to another head."
-        if left_out := next(_left_out(want, have, assumed), ""):
-            follows += f"; the config has no {left_out}, so its default is taken"
-            fix = f"Add {left_out} to config.json as the head was trained, or export the head again."
+        follows, knows = f" ({want.formula})" if want.formula else "", True
+        suspects = list(_suspects(want, have, dims))
+        # What another tensor confirms is not the one.
+        stated = [(dim, other) for name, dim, other in suspects if not (dim.assumed or name in fitting)]
         if have.shape == want.shape[::-1]:
             follows, fix = f"{follows}; it is transposed", "Transpose it: a weight is [outputs, inputs]."
+        elif left_out := next((dim.key for _, dim, _ in suspects if dim.assumed), ""):
+            follows += f"; the config has no {left_out}, so its default is taken"
+            fix = f"Add {left_out} to config.json as the head was trained, or export the head again."
+        elif slot == "fc":
+            fix, knows = FC_FIX, False
+        elif len(stated) == 1:
+            [(dim, other)] = stated
+            follows += f"; {dim.key} is {dim.value}, and {other} would fit"
+            fix = (
+                f"State {dim.key} as the head was trained, or put the config.json beside it that it was exported with."
+            )
+        else:
+            fix, knows = "Correct the config's dims; the config may belong to another head.", False
         yield _problem(
             TensorShape,
             slot,
             f"{want.name} is {list(have.shape)}; the config demands {list(want.shape)}{follows}",
             want.name,
             fix,
+            knows=knows,
         )
     if have.dtype not in want.dtypes:
         scale = any(code == SCALE_SHAPE and any(fnmatchcase(slot, s) for s in slots) for code, _, slots in BY_TENSOR)

@@ -121,8 +121,8 @@ def _check(
         findings += check_manifest(checkpoint, about, whole=isinstance(subject, Folder))
     if options.headers_only:
         findings += check_config(checkpoint)
-    # A changed config.json is one thing, what it makes of the head another.
-    if rules.head is not None and not any(f.rule == "K301" and f.where != "config.json" for f in findings):
+    # That config.json was changed is one thing, what that makes of the head another.
+    if rules.head is not None and {f.where for f in findings if f.rule == "K301"} <= {"config.json"}:
         findings += _stated_otherwise(checkpoint, rules.head)
     if measured_on is None:
         findings += _not_verified(rules)

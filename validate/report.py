@@ -377,7 +377,7 @@ def assemble(
     provenance: Mapping[str, object],
     config: str = "",
 ) -> Report:
-    """Return a report: findings worst first, and the versions used.
+    """Return a report: findings worst first, of these a broken manifest, and the versions used.
 
     Args:
         subject: what was validated, as the user named it.
@@ -387,7 +387,8 @@ def assemble(
         provenance: how they were made, besides the versions and the date.
         config: sha256 of config.json.
     """
-    worst_first = sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
+    # That a file was changed comes before what else it is then found to be.
+    worst_first = sorted(findings, key=lambda one: (SEVERITIES.index(one.severity), one.rule != "K301"))
     stamp = {"kconv": version("kconv"), "date": datetime.now(UTC).date().isoformat()}
     # What only reads and compares bytes works without it.
     stamp |= {"torch": found} if (found := version_of("torch")) else {}

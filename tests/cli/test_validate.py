@@ -218,9 +218,10 @@ def test_a_report_that_cannot_be_written_is_refused_before_anything_is_read(good
     assert shown.exit_code == 1 and "could not be written" in shown.stderr
 
 
+@pytest.mark.parametrize("command", ["validate", "card", "publish"])
 @pytest.mark.parametrize("rule", ["P113", "l3"])
-def test_a_check_of_a_release_is_explained_too(rule):
-    shown = kconv("validate", "--explain", rule).stdout
+def test_a_check_of_a_release_is_explained_too(command, rule):
+    shown = kconv(command, "--explain", rule).stdout
     assert shown.startswith(f"{rule.upper()} ") and "fix: " in shown and "engines" not in shown
 
 

@@ -11,8 +11,8 @@ from support.heads import GQA, MLA, MODELOPT_KIMIK2, PORTABLE, cut, random_slots
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.header import TensorInfo
 from kconv.checkpoint.manifest import Hints
-from kconv.convert.read import read_head, read_slot, read_weights, weight_dtype
-from kconv.drafters.contract import Expected, compare
+from kconv.convert.read import read, read_head, read_slot, read_weights, weight_dtype
+from kconv.drafters.contract import Dim, Expected, compare
 from kconv.drafters.spec import Norms
 from kconv.engines import BY_NAME
 from kconv.engines.layout import stored
@@ -74,7 +74,7 @@ def test_a_prefix_that_engines_do_not_take_off_is_named(tmp_path):
             tensors[f"model.{name}"] = tensors.pop(name)
 
     folder = head(tmp_path, GQA, prefix)
-    with pytest.raises(TensorMissing, match=r"the checkpoint has model\.fc\.weight") as caught:
+    with pytest.raises(TensorMissing, match=r"14 of 14 names begin with 'model\.': model\.fc\.weight is fc") as caught:
         read_head(open_checkpoint(folder))
     assert "'model.'" in caught.value.fix
 
@@ -91,6 +91,21 @@ def test_a_wrong_shape_names_a_key_that_the_config_leaves_out(tmp_path):
     with pytest.raises(TensorShape, match="the config has no num_key_value_heads, so its default is taken") as caught:
         read_head(open_checkpoint(head(tmp_path, GQA, config=config)))
     assert caught.value.fix.startswith("Add num_key_value_heads")
+
+
+@pytest.mark.parametrize(
+    ("key", "other", "slots"),
+    [("num_key_value_heads", 4, ("k_proj", "v_proj")), ("intermediate_size", 48, ("gate_proj", "up_proj"))],
+)
+def test_a_wrong_shape_names_the_key_that_alone_explains_it(tmp_path, key, other, slots):
+    """What other tensors confirm, as head_dim or the width, is not to blame."""
+    config = VLLM.write_config(GQA)
+    said, config[key] = config[key], other
+    reading = read(open_checkpoint(head(tmp_path, GQA, config=config)))
+    found = {problem.where.split(".")[-2]: problem for problem in reading.problems}
+    for slot in slots:
+        assert found[slot].what.endswith(f"; {key} is {other}, and {said} would fit")
+        assert found[slot].knows and found[slot].fix.startswith(f"State {key} ")
 
 
 def test_a_key_that_cannot_explain_a_shape_is_not_named(tmp_path):
@@ -112,7 +127,7 @@ def test_a_packed_weight_narrower_than_an_assumed_width_is_no_crash():
     want = Expected("fc.weight_packed", (8, 6), ("U8",), False, "hidden, target_hidden")
     held = {"fc.weight_packed": TensorInfo("fc.weight_packed", "U8", (8, 5), Path("f"), 0, 40)}
     (problem,) = compare({want.name: want}, held, ignored={}, unclaimed={}, slots={want.name: "fc"},
-                         assumed={"target_hidden": ("target_hidden_size", 12)})  # fmt: skip
+                         dims={"target_hidden": Dim("target_hidden_size", 12, assumed=True)})  # fmt: skip
     assert problem.kind is TensorShape and "target_hidden_size, so" not in problem.what
 
 

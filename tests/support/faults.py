@@ -331,6 +331,7 @@ OF_TENSORS = (
     Fault("norms of queries and keys", "K124", GQA_VLLM, add(f"{P}self_attn.q_norm.weight", 16)),
     Fault("names with the prefix `model.`", "K125", MLA_VLLM, rename("", "model.")),
     Fault("the layer's names with the prefix `model.`", "K125", GQA_VLLM, rename("layers.", "model.layers.")),
+    Fault("names with the prefix of a wrapped model", "K125", GQA_VLLM, rename("", "module.")),
     Fault("experts in the head", "K126", MLA_VLLM, add(f"{P}mlp.experts.0.gate_proj.weight", 8, 48)),
     Fault("a second layer that the config does not count", "K127", TWO_LAYERS, put(num_hidden_layers=1)),
     Fault("a tensor that nobody knows", "K120", GQA_VLLM, add("mystery.weight", 4)),

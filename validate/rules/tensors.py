@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from ...drafters.contract import FC_FIX, PREFIX, compare
+from ...drafters.contract import FC_FIX, PREFIX, PREFIXED, compare
 from ...engines.base import Engine
 from ...engines.layout import Stored
 from ...errors import KconvError, Problem, TensorMissing, TensorUnknown
@@ -26,6 +26,9 @@ def prefix_model(subject: HeadSubject) -> Iterator[Found]:
     names = [name for name in subject.tensors if name.startswith(PREFIX)]
     if names:
         yield Found(names[0], f"{len(names)} of {len(subject.tensors)} names begin with `{PREFIX}`")
+    else:
+        # With any other prefix it is for the head's own layout to miss the names.
+        yield from (Found(p.where, p.what, p.fix) for p in subject.problems if p.code == PREFIXED)
 
 
 def _read_by(
@@ -275,8 +278,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K125",
         "prefix-model",
         "error",
-        "Tensor names begin with `model.`. vLLM and TensorRT-LLM add this prefix themselves, so they find"
-        " none of them.",
+        "Tensor names begin with `model.`, which vLLM and TensorRT-LLM add themselves, or with another prefix. Engines"
+        " find none of them.",
         fix="Export the head again without the prefix.",
         engines=ENGINES,
         seen_in="https://github.com/NVIDIA/Model-Optimizer/issues/628",
