@@ -24,7 +24,17 @@ from ..validate.report import Report, read_report
 from .evidence import CONFIG, Evidence, HeadIdentity, Said, foreign, identify
 from .facts import Facts
 from .front_matter import CARD, front_matter, read_card, read_front_matter
-from .licenses import SOURCE_LICENSE, find, find_texts, given_texts, license_files, of_target, unstated_text
+from .licenses import (
+    LICENSES,
+    OWN_LICENSE,
+    SOURCE_LICENSE,
+    find,
+    find_texts,
+    given_texts,
+    license_files,
+    of_target,
+    unstated_text,
+)
 from .quickstart import starts
 from .sections import CHART, attribution, changed, figures, known, render, shown, subcards
 from .target_card import TEMPLATE, is_target
@@ -175,6 +185,7 @@ def make_card(
     facts, manifest, said = evidence.facts, evidence.manifest, Said(evidence.facts, known(evidence.manifest))
     files = dict(
         license_files(
+            LICENSES.get(facts.license.id or ""),
             evidence.licenses,
             evidence.texts,
             about=evidence.name,
@@ -189,7 +200,7 @@ def make_card(
     link = ""
     if evidence.license_is_named:
         own = evidence.licenses[0]
-        link = own.file if any(text.license.id == own.id for text in evidence.texts) else own.url
+        link = OWN_LICENSE if any(text.license.id == own.id for text in evidence.texts) else own.url
     values = {
         "front_matter": front_matter(evidence, link=link, model_index=model_index),
         "name": evidence.name,

@@ -23,6 +23,7 @@ from .front_matter import CARD, FrontMatter, read_card, read_front_matter, sourc
 from .licenses import (
     LICENSES,
     NOTICE,
+    OWN_LICENSE,
     SOURCE_LICENSE,
     TARGET_LICENSE,
     UNNAMED,
@@ -104,6 +105,14 @@ class LicensedFolder:
         """The hub id of the target, "" if unknown."""
         return self.facts.base_model or next((base for base in self.front.base_models if base != self.source), "")
 
+    @property
+    def target_license(self) -> License | None:
+        """The target's license as its owner or the card states it, or by the target's name; None if neither tells."""
+        # The sentence of license.jinja.
+        line = next((line for line in self.card.splitlines() if line.startswith("The target")), "")
+        stated = [one.id for one in LICENSES.values() if f" is licensed under the {one.title}" in line]
+        return of_target(self.facts.license.target or next(iter(stated), None), self.target)
+
     def text_of(self, license: License) -> LicenseText | None:
         return next((text for text in self.texts if text.license.id == license.id), None)
 
@@ -133,7 +142,7 @@ def _nvidia(folder: LicensedFolder) -> Iterator[Found]:
         return
     text = folder.text_of(license)
     if text is None:
-        yield Found(license.file, f"a head under the {license.title} must include a copy of the agreement")
+        yield Found(OWN_LICENSE, f"a head under the {license.title} must include a copy of the agreement")
     elif digest_text(text.text) not in license.digests:
         message = "the agreement is an edition that kconv does not know, or was changed"
         yield Found(text.origin.name, message, f"Compare it with {license.url}.", severity="warning")
@@ -158,10 +167,15 @@ def _front(folder: LicensedFolder) -> Iterator[Found]:
 
 
 def _target(folder: LicensedFolder) -> Iterator[Found]:
-    license = of_target(folder.facts.license.target, folder.target)
-    if license is None and folder.target and not any(text.origin.name == TARGET_LICENSE for text in folder.texts):
+    license = folder.target_license
+    if license is None and folder.target:
         message = f"the license of {folder.target} is not stated, so nothing that it requires was looked for"
-        yield Found(NOTICE, message, "Name it in the facts: license.target.", severity="note")
+        yield Found(
+            NOTICE,
+            message,
+            "Pass --target TARGET to kconv card, or name it in the facts: license.target.",
+            severity="note",
+        )
     if license is None or not license.text or license.id == UNNAMED:
         return
     copied = folder.manifest.parameters_by_origin.copied_from_target if folder.manifest else 0
@@ -171,7 +185,7 @@ def _target(folder: LicensedFolder) -> Iterator[Found]:
     text = folder.text_of(license)
     if text is None:
         message = f"{why}, but the target's license is not in the folder"
-        yield Found(license.file, message, severity=severity)
+        yield Found(TARGET_LICENSE, message, severity=severity)
     elif license.id in HELD_BY and copyright_in(text.text) is None:
         message = "the target's license lacks its copyright line"
         yield Found(text.origin.name, message, COMPLETE, severity=severity)
@@ -201,7 +215,7 @@ def _notice_kept(folder: LicensedFolder) -> Iterator[Found]:
     text = folder.text_of(license)
     if text is None:
         fix = f"Write the card again with it: {WITH_TEXT.format('FILE')} --license {license.id}, {SAME}."
-        yield Found(license.file, f"the {license.title} requires a copy of its text", fix)
+        yield Found(OWN_LICENSE, f"the {license.title} requires a copy of its text", fix)
     elif license.id == "mit" and copyright_in(text.text) is None:
         yield Found(text.origin.name, "the license lacks its copyright line")
 
@@ -252,7 +266,9 @@ def _bases(folder: LicensedFolder) -> Iterator[Found]:
         if name and name not in folder.front.base_models:
             yield Found(CARD, f"base_model does not list the {what}, {name}")
     if not folder.front.base_models:
-        yield Found(CARD, "base_model lists no target", "Repeat the command with --base-model ID --force.")
+        yield Found(
+            CARD, "base_model lists no target", f"Write the card again: kconv card DIR --force --base-model ID, {SAME}."
+        )
 
 
 def _endorsement(folder: LicensedFolder) -> Iterator[Found]:
@@ -291,7 +307,7 @@ CHECKS: Mapping[str, Rule[LicensedFolder]] = {
             "license-not-stated",
             "error",
             "The card's front matter states no license, or names one without its text.",
-            "Repeat the command with --license ID --license-file FILE --force.",
+            f"Write the card again, with the license's text unless it is apache-2.0: {NAMED}.",
             _front,
         ),
         Rule(

@@ -24,7 +24,7 @@ from ..escape import terminal
 UNNAMED = "other"
 NOTICE = "NOTICE"
 # The source's license, if it is not the one stated for the head.
-SOURCE_LICENSE = "LICENSE-SOURCE"
+OWN_LICENSE, SOURCE_LICENSE = "LICENSE", "LICENSE-SOURCE"
 # The target's, beside the head's own.
 TARGET_LICENSE = "LICENSE-TARGET"
 LARGEST = 200_000  # bytes; a larger file is not a license
@@ -41,7 +41,6 @@ class License:
         identifier: the Hub's value of `license`; "other" requires a name and a link
             (https://huggingface.co/docs/hub/repositories-licenses).
         url: where its text is; "" if it comes with each model.
-        file: the file name for its text in a folder.
         marks: regular expressions that all match its text, once white space is normalized.
         digests: sha256 of texts known to be this license, see `digest_text`.
         text: whether a copy of its text must be included.
@@ -53,7 +52,6 @@ class License:
     title: str
     identifier: str
     url: str
-    file: str
     marks: tuple[str, ...]
     digests: tuple[str, ...] = ()
     text: bool = True
@@ -97,7 +95,6 @@ _ALL = (
         title="NVIDIA Open Model License",
         identifier="other",
         url="https://www.nvidia.com/en-us/agreements/enterprise-software/nvidia-open-model-license/",
-        file="LICENSE",
         marks=(r"nvidia open model license agreement", r"derivative model"),
         # "Last Modified: April 28, 2025", as scancode-toolkit 32.5.0 holds it (nvidia-open-model-2025-04-28.LICENSE).
         digests=("b6701af858cb6d3035d0ad4c33c0624211081fb63ed65f26ecaeed44327fd258",),
@@ -109,7 +106,6 @@ _ALL = (
         title="Modified MIT License",
         identifier="other",
         url="",
-        file=TARGET_LICENSE,
         marks=(PERMISSION, r"prominently display"),
         # Kimi K2's, as scancode-toolkit 32.5.0 holds it; later models name themselves in it.
         digests=("858e04f686ee2833546c947472f6d35559ca3eb521248731201254dcf56b34af",),
@@ -120,7 +116,6 @@ _ALL = (
         title="MIT License",
         identifier="mit",
         url="https://spdx.org/licenses/MIT.html",
-        file="LICENSE",
         marks=(PERMISSION, r"substantial portions of the software"),
     ),
     License(
@@ -128,7 +123,6 @@ _ALL = (
         title="Apache License 2.0",
         identifier="apache-2.0",
         url="https://www.apache.org/licenses/LICENSE-2.0",
-        file="LICENSE",
         marks=(r"apache license", r"version 2\.0, january 2004"),
     ),
     *(
@@ -137,7 +131,6 @@ _ALL = (
             title=f"Llama {number} Community License",
             identifier=f"llama{number}",
             url=f"https://www.llama.com/llama{number.replace('.', '_')}/license/",
-            file="LICENSE",
             marks=(rf"llama {re.escape(number)} community license agreement", r"meta platforms"),
             # Section 1.b.iii (2: 1.b.ii) of each agreement.
             notice=f"{'Meta ' * (number == '3')}Llama {number} is licensed under the {said} {number} Community "
@@ -157,7 +150,6 @@ _ALL = (
         title="Gemma Terms of Use",
         identifier="gemma",
         url="https://ai.google.dev/gemma/terms",
-        file="LICENSE",
         marks=(r"gemma terms of use", r"model derivatives"),
         # Section 3.1 of the terms.
         notice="Gemma is provided under and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms",
@@ -168,7 +160,6 @@ _ALL = (
         title="Qwen License",
         identifier="other",
         url="",
-        file="LICENSE",
         marks=(r"(?:tongyi qianwen|qwen)(?: research)? license agreement",),
     ),
     License(
@@ -176,11 +167,10 @@ _ALL = (
         title="DeepSeek License",
         identifier="other",
         url="",
-        file="LICENSE",
         marks=(r"deepseek (?:model )?license agreement",),
     ),
     *(
-        License(id=name, title=f"{name} license", identifier=name, url=HUB_LIST, file="LICENSE", marks=(), text=False)
+        License(id=name, title=f"{name} license", identifier=name, url=HUB_LIST, marks=(), text=False)
         for name in ON_THE_HUB.split()
     ),
     License(
@@ -188,7 +178,6 @@ _ALL = (
         title="a license that its publisher does not name",
         identifier="other",
         url="",
-        file="LICENSE",
         marks=(),
     ),
 )
@@ -366,12 +355,19 @@ def unstated_text(source: Path, stated: Collection[str | None]) -> str:
 
 
 def license_files(
-    licenses: Sequence[License], texts: Sequence[LicenseText], *, about: str, attribution: str | None, changed: str
+    own: License | None,
+    licenses: Sequence[License],
+    texts: Sequence[LicenseText],
+    *,
+    about: str,
+    attribution: str | None,
+    changed: str,
 ) -> Mapping[str, str]:
     """Return the files, by name, that must accompany a head.
 
     Args:
-        licenses: the head's own first, then the target's.
+        own: the head's license; None if it is not stated.
+        licenses: that and the target's, each once.
         texts: the available texts; a license without its text has no file, and `checks` reports it.
         attribution: the name that the target's license requires, if no text states it.
         changed: a sentence that says what was changed; "" if nothing was.
@@ -382,9 +378,7 @@ def license_files(
     for license in licenses:
         found = at_hand.get(license.id)
         if found:
-            # A second license with the same file name keeps its own.
-            name = license.file if license.file not in files else f"{license.file}-{license.id.replace('.', '_')}"
-            files[name] = found.text
+            files[OWN_LICENSE if license == own else TARGET_LICENSE] = found.text
         if license.notice:
             notice += [license.notice, ""]
         if license.attribution:

@@ -70,7 +70,7 @@ class CardWritten(Result):
         if self.unsaid:
             yield Line(f"missing: {counted(self.unsaid, 'fact')}; kconv card --missing lists what to state", err=True)
         said = [f"{one.severity} {one.rule} {one.where}: {one.message}\n  fix: {one.fix}" for one in self.findings]
-        count = len(said)
+        count = sum(one.severity != "note" for one in self.findings)
         found = f"{count} finding{'s' * (count != 1)} about licenses and origins" if count else "license checks passed"
         yield from (Line(line, err=not self.checked) for line in (*said, f"{self.folder}: {found}"))
 

@@ -100,7 +100,9 @@ class Publish(Operation, PublishOptions):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.repo and not REPO.fullmatch(self.repo):
-            raise ValueError(f"REPO {self.repo!r} is not of the form org/name")
+            swapped = REPO.fullmatch(self.folder) and Path(self.repo).is_dir() and not Path(self.folder).exists()
+            more = f"; did you mean kconv publish {self.repo} {self.folder}?" if swapped else ""
+            raise ValueError(f"REPO {self.repo!r} is not of the form org/name{more}")
         for name in ("tag", "revision"):
             if (ref := getattr(self, name)) and not _is_ref(ref):
                 raise ValueError(

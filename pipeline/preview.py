@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..cards.license_checks import CHECKS, check_folder
-from ..cards.licenses import LICENSES, find_texts, given_texts, of_target
+from ..cards.licenses import LICENSES, OWN_LICENSE, TARGET_LICENSE, find_texts, given_texts, of_target
 from ..checkpoint.folder import LICENSE_TEXTS
 from ..checkpoint.staging import free_bytes
 from ..errors import OutputFailed, ReleaseStateInvalid
@@ -136,11 +136,14 @@ def _licenses(step: Card, context: StepContext, planned: Planned) -> Iterator[Fi
     given, _ = given_texts(files, facts.license.id, of_target(facts.license.target, facts.base_model))
     texts = find_texts(folders, given, (facts.license.id, facts.license.target))
     at_hand = {one.license.id for one in texts}
-    for rule, license in (("L1", facts.license.id), ("L3", facts.license.target)):
+    for rule, license, file in (
+        ("L1", facts.license.id, OWN_LICENSE),
+        ("L3", facts.license.target, TARGET_LICENSE),
+    ):
         wanted = LICENSES.get(license or "")
         if wanted and wanted.marks and wanted.text and wanted.id not in at_hand:
             at = ", ".join(LICENSE_TEXTS)
-            yield _missing(rule, wanted.file, f"the text of the {wanted.title} is missing ({at}, license_file)")
+            yield _missing(rule, file, f"the text of the {wanted.title} is missing ({at}, license_file)")
 
 
 def _missing(rule: str, where: str, message: str) -> Finding:

@@ -238,11 +238,18 @@ class Release(StrictModel):
         return self
 
     @model_validator(mode="after")
-    def _measures_whole_suites(self) -> Self:
-        """Refuse now what P109 would refuse after hours: figures that are all of a part of a suite."""
+    def _measures_the_floor(self) -> Self:
+        """Refuse now what P109 would refuse after hours: no texts, or only parts of a suite."""
         steps = self.steps.values()
         allowed = any("P109" in step.request.allow for step in steps if step.do == "publish")  # pyright: ignore
-        if self.min_acceptance is None or self.min_acceptance.of_text or allowed:
+        if self.min_acceptance is None or allowed:
+            return self
+        if self.min_acceptance.of_text:
+            reports = [step.request.report for step in steps if step.do == "card"]  # pyright: ignore
+            textless = [self._textless(value) for value in reports if value]
+            if textless and all(textless):
+                said = f"{textless[0]} measures no acceptance, which min_acceptance needs; give it target, and prompts"
+                raise WrongValue(Wrong(("steps", textless[0]), f"{said} or states"))
             return self
         named = [value for step in steps if step.do == "card" for value in step.request.acceptance]  # pyright: ignore
         partial = [found for value in named if (found := self._partial(value))]
@@ -251,6 +258,12 @@ class Release(StrictModel):
             said = f"{name} measures only a part of the suite ({key}), which does not count for min_acceptance"
             raise WrongValue(Wrong(("steps", name, key), said))
         return self
+
+    def _textless(self, value: str) -> str:
+        """Return the validate step that a value refers to if it has no texts; "" otherwise."""
+        name, _ = reference(value) or ("", "")
+        request = self.steps[name].request if name and self.steps[name].do == "validate" else None
+        return name if request and not (request.prompts or request.states) else ""  # pyright: ignore
 
     def _partial(self, value: str) -> tuple[str, str] | None:
         """Return the bench step that a value refers to and its key that leaves prompts out; None if there is none."""

@@ -214,13 +214,18 @@ def _acceptance_says(candidate: Candidate) -> Iterator[Found]:
 def _card(candidate: Candidate) -> Iterator[Found]:
     # A card's prose belongs to its owner. The parts that kconv wrote from the manifest, the report and acceptance.json
     # are rendered again and must match, so that no figure was edited by hand or is left from an earlier head.
-    if not candidate.card:
-        first = (
-            "Make a release folder first, and publish that: kconv card DIR --report REPORT --facts FILE --out RELEASE."
-        )
-        yield Found(CARD, "there is no card", first)
-        return
     front = read_front_matter(candidate.card)
+    draft = bool(candidate.card) and not (front.problem or front.license or front.base_models)
+    if draft or not candidate.card:
+        first = (
+            "Make a release folder first, and publish that: kconv card DIR --report REPORT --name REPO --base-model ID"
+            " --license ID --out RELEASE."
+        )
+        found = (
+            "the card states neither license nor base model, as a conversion writes it" if draft else "there is no card"
+        )
+        yield Found(CARD, found, first)
+        return
     if front.problem:
         yield Found(CARD, front.problem)
         return

@@ -121,14 +121,24 @@ def test_l3_the_targets_license_is_owed_where_its_weights_are_in_the_file(output
 
 
 def test_l3_says_that_a_targets_license_is_not_known(output):
-    unknown = FACTS.model_copy(update={"base_model": "me/target"})
-    bare = unknown.model_copy(update={"license": LicenseFacts(id="nvidia-open-model-license")})
-    make(output, unknown, with_target=False, LICENSE=NVIDIA)
+    bare = FACTS.model_copy(update={"base_model": "me/target", "license": LicenseFacts(id="nvidia-open-model-license")})
+    make(output, bare, with_target=False, LICENSE=NVIDIA)
     assert ("note", "L3", "NOTICE") in found(output, bare)
-    # Nothing is unknown where the owner names it, or its text is there.
-    assert not {one for one in found(output, unknown) if one[:2] == ("note", "L3")}
-    (output / "LICENSE-TARGET").write_text(KIMI)
-    assert not {one for one in found(output, bare) if one[:2] == ("note", "L3")}
+
+
+def test_l3_asks_for_the_license_that_the_card_states_of_the_target(output):
+    stated = FACTS.model_copy(update={"base_model": "me/target"})
+    make(output, stated, LICENSE=NVIDIA)
+    assert not {one for one in found(output, Facts()) if one[1] == "L3"}
+    (output / "LICENSE-TARGET").unlink()
+    assert ("warning", "L3", "LICENSE-TARGET") in found(output, Facts())
+
+
+def test_a_targets_text_is_no_license_of_the_head(output, tmp_path):
+    (tmp_path / "LICENSE-TARGET").write_text(APACHE)
+    own = FACTS.model_copy(update={"base_model": "me/target", "license": LicenseFacts(id="mit")})
+    files = make_card(gather(output, None, own, license_files=[tmp_path / "LICENSE-TARGET"])).files
+    assert "LICENSE" not in files and "Apache License" in files["LICENSE-TARGET"]
 
 
 def test_a_target_without_a_license_text_has_the_license_that_its_own_card_names(output):

@@ -102,6 +102,17 @@ def test_a_name_that_no_repository_can_have_is_refused_before_the_folder_is_judg
     assert hub.served == []
 
 
+def test_a_folder_and_a_repository_that_are_exchanged_are_told(folder):
+    said = kconv(REPO, folder).stderr
+    assert f"did you mean kconv publish {folder} {REPO}?" in " ".join(said.replace("│", "").split())
+
+
+def test_the_card_of_a_conversion_is_told_how_a_release_begins(folder):
+    (folder / "README.md").write_text("---\ntags: [kconv]\n---\n# head\n")
+    said = kconv(folder, REPO).stderr
+    assert "neither license nor base model, as a conversion writes it" in said and "--out RELEASE" in said
+
+
 def test_a_wish_that_contradicts_itself_is_refused_before_the_folder_is_judged(folder):
     (folder / "README.md").unlink()
     ran = kconv(folder, REPO, "--private", "--public")

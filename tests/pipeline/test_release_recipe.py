@@ -76,6 +76,29 @@ def test_a_floor_that_only_parts_of_a_suite_are_measured_for_is_refused_before_i
         parse_release(yaml.safe_dump({"name": "x", "min_acceptance": FLOOR, "steps": fine}, sort_keys=False))
 
 
+def test_a_floor_on_a_text_that_no_step_measures_is_refused_before_it_runs():
+    floor = {
+        "metric": "al_incl_bonus",
+        "suite": "sampled",
+        "draft_tokens": 3,
+        "prompts": 8,
+        "at_least": 2,
+        "max_loss": 0,
+    }
+
+    def parse(**report: str) -> None:
+        steps = {
+            "report": {"do": "validate", "head": "x", "source": "y"} | report,
+            "card": {"do": "card", "head": "x", "report": "$report/report.json", "license_file": ["LICENSE"]},
+        }
+        parse_release(yaml.safe_dump({"name": "x", "min_acceptance": floor, "steps": steps}, sort_keys=False))
+
+    with pytest.raises(RecipeInvalid, match="report measures no acceptance, which min_acceptance needs"):
+        parse()
+    parse(target="t", prompts="p.jsonl")
+    parse(target="t", states="s")
+
+
 @pytest.mark.parametrize("values", BAD.values(), ids=BAD)
 def test_a_recipe_that_cannot_be_is_refused(values):
     with pytest.raises(RecipeInvalid):
