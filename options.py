@@ -44,7 +44,9 @@ def _path(value: Any) -> Any:
         if "\0" in str(value):
             raise ValueError("a path cannot contain a zero byte")
         return expanded(value)
-    raise ValueError(f"it must name a file, a folder or a Hub id, but is of type {type(value).__name__}")
+    kind = type(value)
+    written = "; pass what it was written to, as out= says" if kind.__module__.startswith(f"{__package__}.") else ""
+    raise ValueError(f"it must name a file, a folder or a Hub id, but is of type {kind.__name__}{written}")
 
 
 _NAME = PlainValidator(_path)
@@ -106,6 +108,10 @@ def in_call(name: str, off: bool) -> str:
 _OPTION = re.compile(r"kconv [a-z][a-z-]*(?:[^.;,()]|\.(?! ))*|(--[a-z][a-z-]*)( (?=['\d]))?")
 
 
+# Settings, one or several: of a recipe and in Python they are one mapping.
+_SETTINGS = re.compile(r"--set (\w+=[\w,]+(?: --set \w+=[\w,]+)*)")
+
+
 def spell(text: str, model: type[BaseModel], spelling: Callable[[str, bool], str], others: Iterable[str] = ()) -> str:
     """Return a message with a request's options in the spelling of whoever made the request.
 
@@ -127,7 +133,15 @@ def spell(text: str, model: type[BaseModel], spelling: Callable[[str, bool], str
         name = known.get(found[1], "")
         return name if name.endswith("=") else f"{name}{found[2] or ''}" if name else found[0]
 
-    return _OPTION.sub(said, text)
+    def settings(found: re.Match[str]) -> str:
+        pairs = [one.split("=") for one in found[1].split(" --set ")]
+        if known["--set"].endswith("="):
+            stated = {key: int(value) if value.isdecimal() else value for key, value in pairs}
+            return f"set={stated!r}"
+        inner = ", ".join(f"{key}: [{value}]" if "," in value else f"{key}: {value}" for key, value in pairs)
+        return f"`set: {{{inner}}}`"
+
+    return _OPTION.sub(said, _SETTINGS.sub(settings, text) if "--set" in known else text)
 
 
 def layer_ids(value: Any) -> Any:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 # A value of a JSON text.
 Json = dict[str, Any] | list[Any] | str | float | bool | None
 
+EXPONENT = re.compile(r"[-+]?\d+(?:\.\d*)?[eE][-+]?\d{1,3}$")
 # The digits of the largest 64-bit count, and a sign.
 MAX_DIGITS = 21
 # The manifest of a target with a trillion parameters has half a million tensors, and takes some hundred MB.
@@ -164,6 +165,8 @@ def _loader() -> Any:
             self.depth -= 1
             return node
 
+    # YAML 1.2's floats: of 1e-4 PyYAML, which knows 1.1's, makes a string.
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("-+0123456789"))
     return Loader
 
 
@@ -367,14 +370,16 @@ def parse_line(line: str) -> dict[str, Any]:
     Raises:
         ValueError: it holds none; the message is a phrase that says why.
     """
-    line = line.strip()
+    ends, line = line.endswith("\n"), line.strip()
     value: Json
     try:
         value = parse_json(line)
     except ValueError as fault:
         if line.startswith("[") or line == "{":
             raise ValueError(_NO_JSONL) from fault
-        raise ValueError(f"it is not JSON: {no_json(fault)}") from fault
+        # Only a file's last line has no end.
+        cut = "" if ends or line.endswith("}") else "; the file may have been cut off here"
+        raise ValueError(f"it is not JSON: {no_json(fault)}{cut}") from fault
     if not isinstance(value, dict):
         raise ValueError(_NO_JSONL if isinstance(value, list) else "it is not a JSON object")
     return value

@@ -8,8 +8,9 @@ pieces of whole texts, so that logits over a large vocabulary are in memory for 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,6 +32,8 @@ PIECE_BYTES = 2**28
 Part = Literal["fit", "choose", "held-out"]
 # Of each 10 batches or prompts, which one only chooses (a ridge, a ladder), and which one only measures.
 PARTS = 10
+# Tokens of a text that kconv advises at least: what is served is longer.
+ADVISED = 64
 KEPT_BACK: dict[int, Part] = {4: "choose", 9: "held-out"}
 
 
@@ -177,9 +180,32 @@ def check_amount(shapes: Sequence[tuple[int, int]], parts: Sequence[Part], spec:
             f"there is too little text to keep a part of it for measuring: of each {PARTS} prompts one chooses and one "
             f"measures, which gives {counts['choose']} and {counts['held-out']} texts; 1 and 2 are needed",
             where=name,
-            fix="Use more text: --states of more prompts, or more --prompts, or a shorter --context.",
+            fix=f"Use states of more prompts: {PARTS} with two texts or answers each, or {2 * PARTS}.",
         )
     return rows
+
+
+def check_windows(tokens: Mapping[Part, int], prompts: int, context: int, name: str) -> None:
+    """Refuse prompts that fill no text to choose on, or not two to measure on.
+
+    Args:
+        tokens: of the prompts of each part.
+        prompts: how many there are in all.
+        context: tokens of a text.
+    """
+    choose, measure = tokens.get("choose", 0), tokens.get("held-out", 0)
+    if choose >= context and measure >= 2 * context:
+        return
+    fitting = min(choose, measure // 2)
+    times = max(context / choose, 2 * context / measure) if fitting else 0
+    more = f"about {math.ceil(prompts * times / PARTS) * PARTS:,}" if times else f"{2 * PARTS} or more"
+    shorter = f", or texts of {fitting} tokens or fewer (--context)" if fitting >= ADVISED else ""
+    raise CalibrationInvalid(
+        f"of each {PARTS} prompts one chooses and one measures: of {prompts:,} in all these have {choose:,} and "
+        f"{measure:,} tokens, but need {context:,} and {2 * context:,}",
+        where=name,
+        fix=f"Pass more prompts, {more}{shorter}.",
+    )
 
 
 def _check_target(calibration: Calibration, batch: StatesBatch, spec: HeadSpec) -> None:

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from ..checkpoint.source import Source
 from ..drafters.spec import HeadSpec
-from ..errors import CalibrationInvalid
 from ..targets.prompts import read_prompts
 from ..targets.states import StoredStates
-from .batches import Calibration, Part, StatesBatch, check_amount, part_of
+from .batches import Calibration, Part, StatesBatch, check_amount, check_windows, part_of
 
 # Sequences per healing step.
 ROWS = 8
@@ -79,16 +78,10 @@ def prompted_texts(
     ids: dict[Part, list[int]] = defaultdict(list)
     for place, prompt in enumerate(prompts):
         ids[part_of(place)] += [i for turn in prompt.turns for i in tokenizer.encode(turn)]
+    check_windows({part: len(own) for part, own in ids.items()}, len(prompts), context, file.name)
     windows: dict[Part, Tensor] = {
         part: torch.tensor(own[: len(own) // context * context]).view(-1, context) for part, own in ids.items()
     }
-    if not any(len(own) for own in windows.values()):
-        raise CalibrationInvalid(
-            f"the largest part of {file.name} has {max(map(len, ids.values())):,} tokens, but one text needs "
-            f"{context:,}",
-            where=file,
-            fix="Use more prompts, or a shorter --context.",
-        )
     split: list[tuple[Part, Tensor]] = [
         (part, group) for part, own in windows.items() if len(own) for group in own.split(ROWS)
     ]

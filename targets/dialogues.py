@@ -98,7 +98,8 @@ def _read_jsonl(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         try:
             row = parse_line(line)
         except ValueError as fault:
-            raise TrainingDataInvalid(f"this row cannot be read: {fault}", where=where, fix=fix) from fault
+            own = "Correct this line, or delete it; each is one JSON object."
+            raise TrainingDataInvalid(f"this row cannot be read: {fault}", where=where, fix=own) from fault
         # What kconv generate writes for a prompt without an answer.
         if "failed" not in row or "messages" in row:
             yield where, row

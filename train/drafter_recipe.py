@@ -148,7 +148,8 @@ class DrafterRecipe(ABC):
     def not_positive(cls, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """Yield the keys among some of a recipe's whose values must be above 0 and are not."""
         for name in cls.POSITIVE:
-            if name in values and not values[name] > 0:
+            # A file may state a number as text, which its type admits.
+            if name in values and not float(values[name]) > 0:
                 yield name, f"{name} is {values[name]}, but must be above 0"
 
     def unfit(self, layers: int, vocab: int) -> Iterator[Unfit]:

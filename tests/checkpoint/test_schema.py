@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from support.fuzzing import LINEAR, growth
 
 from kconv.checkpoint import schema
-from kconv.checkpoint.schema import load_json, load_yaml
+from kconv.checkpoint.schema import load_json, load_yaml, parse_yaml
 from kconv.errors import NotACheckpoint, RecipeInvalid
 
 WORDS = {"what": "list of figures", "fix": "Write it again."}
@@ -72,6 +72,23 @@ def test_yaml_that_is_not_of_the_schema_is_named(text, tmp_path):
 def test_what_is_of_the_schema_is_read(load, tmp_path):
     (tmp_path / "file").write_text('{"rows": [1, 2]}')
     assert load(Figures, tmp_path / "file", RecipeInvalid, **WORDS).rows == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-4", 0.0001),
+        ("1.e3", 1000.0),
+        ("-2E+1", -20.0),
+        ("1.5", 1.5),
+        ("e1", "e1"),
+        ("7e1234", "7e1234"),
+        ("12", 12),
+    ],
+)
+def test_numbers_of_a_yaml_are_those_of_its_version_1_2(text, value):
+    """https://yaml.org/spec/1.2.2/#1032-tag-resolution"""
+    assert parse_yaml(f"a: {text}", RecipeInvalid, where="", **WORDS) == {"a": value}
 
 
 def test_an_empty_yaml_has_no_keys(tmp_path):

@@ -10,6 +10,7 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
+from pydantic import Field
 from support.heads import GQA, TARGET, random_slots, write_head
 from support.releases import carry_out
 
@@ -20,7 +21,7 @@ from kconv.cli.group import JOBS
 from kconv.engines import by_name, writable
 from kconv.errors import ConfigInvalid, KconvError, RequestInvalid
 from kconv.operations import OPERATIONS, load
-from kconv.options import flag, in_call, marks, plain_name, spell
+from kconv.options import flag, in_call, in_recipe, marks, plain_name, spell
 from kconv.pipeline.recipe import kinds, read_step
 from kconv.strict import StrictModel
 
@@ -148,6 +149,10 @@ def test_an_error_names_options_as_the_command_a_recipe_or_python_takes_them(tmp
 
 SPELLED = {
     "a value": ("Pass --layers 2.", "Pass layers=2."),
+    "settings": (
+        "or smaller rows, e.g. --set seq=512 --set x=1,3.",
+        "or smaller rows, e.g. set={'seq': 512, 'x': '1,3'}.",
+    ),
     "a name with a word of Python's": ("name it with --from: vllm", "name it with from_=: vllm"),
     "a switch": ("Pass --no-card.", "Pass card=False."),
     "a quoted command": (
@@ -164,8 +169,25 @@ def test_only_options_of_the_request_itself_are_spelled_otherwise(said, python):
         layers: int = 1
         from_: str = ""
         card: bool = True
+        set: dict[str, str] = Field(default={})
 
     assert spell(said, Some, in_call) == python
+
+
+def test_settings_are_one_mapping_in_a_recipe():
+    class Some(StrictModel):
+        set: dict[str, str] = Field(default={})
+
+    said = "Set smaller rows, e.g. --set seq=512 --set captured=1,3."
+    assert spell(said, Some, in_recipe) == "Set smaller rows, e.g. `set: {seq: 512, captured: [1,3]}`."
+
+
+def test_a_result_in_place_of_its_file_is_told_where_that_is(tmp_path):
+    report = kconv.validate(write_head(tmp_path / "head", by_name("vllm"), GQA, random_slots(GQA)))
+    with pytest.raises(
+        RequestInvalid, match=r"report=: .* is of type Report; pass what it was written to, as out= says"
+    ):
+        kconv.card(tmp_path / "head", report=report)
 
 
 def test_a_step_is_any_operation():

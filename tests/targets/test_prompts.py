@@ -44,6 +44,7 @@ def test_both_forms_in_one_file(tmp_path):
         ("[", "each object on a line of its own"),
         ('[{"prompt": "a"}]', "each object on a line of its own"),
         ('{"prompt": "a",', "not JSON: .*: column 16"),
+        ('{"prompt": "a', "the file may have been cut off here"),
         ('"text"', "not a JSON object"),
         ({"category": "math"}, "either"),
         ({"prompt": "a", "turns": ["a"]}, "either"),

@@ -36,6 +36,13 @@ def test_an_unknown_key_is_refused_at_any_depth(place):
         parse_recipe(values)
 
 
+def test_a_number_that_is_text_is_a_number():
+    assert parse_recipe(plain() | {"lr": "1e-4"}).lr == 1e-4
+    check_keys({"lr": "1e-4", "steps": "3"})
+    with pytest.raises(RecipeInvalid, match="lr is -1, but must be above 0"):
+        check_keys({"lr": "-1"})
+
+
 @pytest.mark.parametrize("key", ["attention", "rope", "captured"])
 def test_a_missing_key_is_refused(key):
     values = plain()

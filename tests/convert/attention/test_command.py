@@ -135,12 +135,21 @@ def test_what_is_refused_leaves_nothing(heads, prompts, tiny_target, tmp_path):
     shown = run("to-vllm", heads / "mla", out, "--attention", "mla", *asked, fails=LayoutCannot)
     assert "already MLA" in shown
     few = tmp_path / "few.jsonl"
-    few.write_text(json.dumps({"prompt": "A prompt of some few words is no text to fit on, " * 4}) + "\n")
-    shown = run(
-        "to-vllm", heads / "gqa", out, "--attention", "mla", "--target", tiny_target, "--prompts", few,
-        "--context", 16, fails=CalibrationInvalid,
-    )  # fmt: skip
-    assert "rows are too few to fit 128 attention inputs" in shown
+
+    def refused(prompts: list[str], context: int) -> str:
+        few.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+        return run(
+            "to-vllm", heads / "gqa", out, "--attention", "mla", "--target", tiny_target, "--prompts", few,
+            "--context", context, fails=CalibrationInvalid,
+        )  # fmt: skip
+
+    # The fifth chooses, and the tenth measures.
+    numbered = [f"{place}: some few words" * (3 if place % 5 == 4 else 1) for place in range(10)]
+    assert "rows are too few to fit 128 attention inputs" in refused(numbered, 16)
+    shown = refused(numbered[:5], 16)
+    assert "of 5 in all these have" in shown and "Pass more prompts, 20 or more." in shown
+    shown = refused([prompt * 8 for prompt in numbered], 512)
+    assert "but need 512 and 1,024" in shown and "tokens or fewer (--context)" in shown
     assert not out.exists() and sorted(p.name for p in tmp_path.iterdir()) == ["few.jsonl"]
 
 
