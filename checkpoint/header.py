@@ -22,7 +22,10 @@ from .schema import MAX_DIGITS, MAX_JSON_VALUES, Json, parse_object, refuse_many
 MAX_HEADER_BYTES = 100_000_000
 # What may be in place of a checkpoint's file, by its first bytes.
 IMPOSTORS = {
-    b"version https://git-lfs": ("a Git LFS pointer, not the file it points to", "Run: git lfs pull"),
+    b"version https://git-lfs": (
+        "a Git LFS pointer, not the file it points to",
+        "Run git lfs install, then git lfs pull; or hf download.",
+    ),
     b"<": (
         "a web page or XML, not the file itself",
         "Download it again; the server may have asked for a login.",

@@ -93,7 +93,8 @@ class Tokenizer:
         if not self.inner.chat_template:
             raise TargetInvalid(
                 "the target's tokenizer has no chat template",
-                fix="Add the publisher's chat_template.jinja to the target's folder.",
+                where=self.inner.name_or_path,
+                fix="Add the publisher's chat_template.jinja to it. For a base model, which has none, use plain text.",
             )
         try:
             with bounded(MAX_RENDERED):

@@ -177,7 +177,11 @@ def _floor_reached(candidate: Candidate) -> Iterator[Found]:
         return
     found = find_measurements(floor, candidate.report, candidate.acceptance)
     if not found:
-        measured = "; ".join(list_measured(candidate.report, candidate.acceptance)) or NOTHING
+        measured = "; ".join(list_measured(candidate.report, candidate.acceptance))
+        if not measured:
+            rows = () if candidate.report is None else candidate.report.figures.acceptance
+            drafters = ", ".join(dict.fromkeys(repr(row.drafter) for row in rows))
+            measured = NOTHING + f" (the report, as kconv demo writes one, has rows of {drafters})" * bool(rows)
         least = f"{floor.name}, over {floor.prompts} prompts or more"
         fix = "Measure that (kconv bench, kconv validate), or state the floor of what was measured."
         yield Found(floor.suite, f"{least}, was not measured; measured: {measured}", fix)

@@ -126,6 +126,15 @@ def test_a_reports_target_may_be_named_too(folder):
     assert "P109" in found(folder)
 
 
+def test_figures_of_the_demos_own_report_are_named_and_do_not_count(folder):
+    held = json.loads((folder / "report.json").read_text())
+    for row in held["figures"]["acceptance"]:
+        row["drafter"] = "kconv, after"
+    (folder / "report.json").write_text(json.dumps(held))
+    assert "P109" in found(folder)
+    assert any("as kconv demo writes one, has rows of 'kconv, after'" in message for message in said(folder))
+
+
 def test_figures_of_several_files_count_and_stand_on_the_card(folder):
     write_acceptance(folder)
     write_acceptance(folder, dataset="SPEED-Bench", value=2.7, name="acceptance-1.json")
