@@ -23,8 +23,9 @@ from ..escape import terminal
 
 UNNAMED = "other"
 NOTICE = "NOTICE"
+OWN_LICENSE = "LICENSE"
 # The source's license, if it is not the one stated for the head.
-OWN_LICENSE, SOURCE_LICENSE = "LICENSE", "LICENSE-SOURCE"
+SOURCE_LICENSE = "LICENSE-SOURCE"
 # The target's, beside the head's own.
 TARGET_LICENSE = "LICENSE-TARGET"
 LARGEST = 200_000  # bytes; a larger file is not a license

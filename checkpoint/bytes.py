@@ -186,7 +186,7 @@ def first_bytes(tensors: Iterable[TensorInfo], count: int) -> dict[str, bytes]:
     return found
 
 
-# Of each tensor, in bytes, and of each kind of tensor: all of its layers, and some of its experts.
+# Bytes of each tensor, and the most tensors of one kind: all of its layers, and some of its experts.
 SAMPLED, MOST = 64, 256
 
 
@@ -196,8 +196,8 @@ class WeightsSample:
 
     Attributes:
         form: blake3 of the tensors' names, dtypes and shapes.
-        weights: blake3 of each tensor's first bytes, or of 256 of a kind that has more: LoRA, and training that freezes
-            the ends, leave embedding, norms and output matrix as they are. It says nothing about other forms.
+        weights: blake3 of each tensor's first bytes, or of up to 256 of a kind that has more: LoRA, and training that
+            freezes the ends, leave embedding, norms and output matrix as they are. It says nothing about other forms.
     """
 
     form: str

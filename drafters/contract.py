@@ -242,12 +242,12 @@ def _suspects(want: Expected, have: TensorInfo, dims: Mapping[str, Dim]) -> Iter
         for name in re.findall(r"\w+", dim if held != wanted and "+" not in dim else ""):
             if name not in dims:
                 continue
-            value = dims[name].value
+            others, rest = divmod(wanted, dims[name].value)
             # Whole states of this width are of another number of layers.
-            layers = "captured" in dim and held % value == 0
+            layers = "captured" in dim and held % dims[name].value == 0
             # A packed weight, or its scales, has less than the formula says.
-            if not layers and wanted % value == 0 and held % (wanted // value) == 0:
-                yield name, dims[name], held // (wanted // value)
+            if others and not (rest or layers or held % others):
+                yield name, dims[name], held // others
 
 
 def _compare_one(

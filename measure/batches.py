@@ -32,9 +32,9 @@ PIECE_BYTES = 2**28
 Part = Literal["fit", "choose", "held-out"]
 # Of each 10 batches or prompts, which one only chooses (a ridge, a ladder), and which one only measures.
 PARTS = 10
+KEPT_BACK: dict[int, Part] = {4: "choose", 9: "held-out"}
 # Tokens of a text that kconv advises at least: what is served is longer.
 ADVISED = 64
-KEPT_BACK: dict[int, Part] = {4: "choose", 9: "held-out"}
 
 
 @dataclass(frozen=True)

@@ -245,7 +245,7 @@ class Release(StrictModel):
         if self.min_acceptance is None or allowed:
             return self
         if self.min_acceptance.of_text:
-            reports = [step.request.report for step in steps if step.do == "card"]  # pyright: ignore
+            reports = [step.request.report for step in steps if step.do in ("card", "publish")]  # pyright: ignore
             textless = [self._textless(value) for value in reports if value]
             if textless and all(textless):
                 said = f"{textless[0]} measures no acceptance, which min_acceptance needs; give it target, and prompts"

@@ -86,17 +86,19 @@ def test_a_floor_on_a_text_that_no_step_measures_is_refused_before_it_runs():
         "max_loss": 0,
     }
 
-    def parse(**report: str) -> None:
+    def parse(more: dict[str, dict] | None = None, **report: str) -> None:
         steps = {
             "report": {"do": "validate", "head": "x", "source": "y"} | report,
             "card": {"do": "card", "head": "x", "report": "$report/report.json", "license_file": ["LICENSE"]},
-        }
+        } | (more or {})
         parse_release(yaml.safe_dump({"name": "x", "min_acceptance": floor, "steps": steps}, sort_keys=False))
 
     with pytest.raises(RecipeInvalid, match="report measures no acceptance, which min_acceptance needs"):
         parse()
     parse(target="t", prompts="p.jsonl")
     parse(target="t", states="s")
+    own = {"publish": {"do": "publish", "folder": "$card", "repo": "o/r", "report": "measured/report.json"}}
+    parse(own)
 
 
 @pytest.mark.parametrize("values", BAD.values(), ids=BAD)
