@@ -66,8 +66,13 @@ PUT_TOGETHER: dict[str, Iterable[tuple[str, str]]] = {
         for found in (("search", excludes._any.pattern), ("fullmatch", excludes._whole.pattern))
     ],
 }
-# Patterns that are handed on, with the method that they are used with there: to `Starter.cause`, and in a loop.
-HANDED_ON = {"engines/vllm.py": "match", "engines/sglang.py": "match", "bench/golden.py": "search"}
+# Patterns that are handed on, with the method that they are used with there: to `Starter.cause`, in a loop, to PyYAML.
+HANDED_ON = {
+    "engines/vllm.py": "match",
+    "engines/sglang.py": "match",
+    "bench/golden.py": "search",
+    "checkpoint/schema.py": "match",
+}
 
 
 @dataclass(frozen=True)
