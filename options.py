@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
@@ -104,12 +105,12 @@ def in_call(name: str, off: bool) -> str:
     return f"{name}=False" if off else f"{name}="
 
 
-# A command up to the end of its clause, or an option, and the space before a value.
-_OPTION = re.compile(r"kconv [a-z][a-z-]*(?:[^.;,()]|\.(?! ))*|(--[a-z][a-z-]*)( (?=['\d]))?")
-
-
-# Settings, one or several: of a recipe and in Python they are one mapping.
-_SETTINGS = re.compile(r"--set (\w+=[\w,]+(?: --set \w+=[\w,]+)*)")
+# A command up to the end of its clause; settings, one or several; or an option, and the space before a value.
+_OPTION = re.compile(
+    r"kconv [a-z][a-z-]*(?:[^.;,()]|\.(?! ))*"
+    r"|(?P<settings>--set \w+=[\w+-]+(?:[.,][\w+-]+)*(?: --set \w+=[\w+-]+(?:[.,][\w+-]+)*)*)"
+    r"|(?P<option>--[a-z][a-z-]*)(?P<space> (?=['\d]))?"
+)
 
 
 def spell(text: str, model: type[BaseModel], spelling: Callable[[str, bool], str], others: Iterable[str] = ()) -> str:
@@ -130,18 +131,30 @@ def spell(text: str, model: type[BaseModel], spelling: Callable[[str, bool], str
     known |= {flag(name, info): spelling(name, True) for name, info in off.items()}
 
     def said(found: re.Match[str]) -> str:
-        name = known.get(found[1], "")
-        return name if name.endswith("=") else f"{name}{found[2] or ''}" if name else found[0]
+        if found["settings"] and (name := known.get("--set")):
+            return _one_mapping(found["settings"], in_python=name.endswith("="))
+        name = known.get(found["option"], "")
+        return name if name.endswith("=") else f"{name}{found['space'] or ''}" if name else found[0]
 
-    def settings(found: re.Match[str]) -> str:
-        pairs = [one.split("=") for one in found[1].split(" --set ")]
-        if known["--set"].endswith("="):
-            stated = {key: int(value) if value.isdecimal() else value for key, value in pairs}
-            return f"set={stated!r}"
-        inner = ", ".join(f"{key}: [{value}]" if "," in value else f"{key}: {value}" for key, value in pairs)
-        return f"`set: {{{inner}}}`"
+    return _OPTION.sub(said, text)
 
-    return _OPTION.sub(said, _SETTINGS.sub(settings, text) if "--set" in known else text)
+
+def _one_mapping(settings: str, *, in_python: bool) -> str:
+    """Return `--set a=1 --set b=2,3` as a recipe, or Python, states it."""
+    pairs = [one.removeprefix("--set ").split("=") for one in settings.split(" --set ")]
+    stated = {key: [_plain(part) for part in value.split(",")] for key, value in pairs}
+    if in_python:
+        return f"set={ {key: several if several[1:] else several[0] for key, several in stated.items()}!r}"
+    inner = ", ".join(f"{key}: [{value}]" if "," in value else f"{key}: {value}" for key, value in pairs)
+    return f"`set: {{{inner}}}`"
+
+
+def _plain(value: str) -> int | float | str:
+    """Return a setting as Python writes it."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(value)
+    return value
 
 
 def layer_ids(value: Any) -> Any:

@@ -240,6 +240,14 @@ class Facts(StrictModel):
     notes: dict[str, tuple[Words, ...]] = Field(default={}, description="your own paragraphs, by section")
     sources: tuple[Link, ...] = Field(default=(), description="where these facts were read")
 
+    @field_validator("base_model", "source_head")
+    @classmethod
+    def _on_the_hub(cls, value: str | None) -> str | None:
+        # A card links to it.
+        if value and value.startswith(("./", "../", "/")):
+            raise ValueError(f"{value} is a path, and must be a Hub id (org/name)")
+        return value
+
     @field_validator("notes")
     @classmethod
     def _sections_exist(cls, value: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:

@@ -109,8 +109,8 @@ class LicensedFolder:
     def target_license(self) -> License | None:
         """The target's license as its owner or the card states it, or by the target's name; None if neither tells."""
         # The sentence of license.jinja.
-        line = next((line for line in self.card.splitlines() if line.startswith("The target")), "")
-        stated = [one.id for one in LICENSES.values() if f" is licensed under the {one.title}" in line]
+        lines = [line for line in self.card.splitlines() if line.startswith("The target")]
+        stated = [x.id for x in LICENSES.values() if any(f" is licensed under the {x.title}" in line for line in lines)]
         return of_target(self.facts.license.target or next(iter(stated), None), self.target)
 
     def text_of(self, license: License) -> LicenseText | None:
@@ -173,7 +173,8 @@ def _target(folder: LicensedFolder) -> Iterator[Found]:
         yield Found(
             NOTICE,
             message,
-            "Pass --target TARGET to kconv card, or name it in the facts: license.target.",
+            f"Name it in the facts (license.target), or write the card with its text as --license-file "
+            f"{TARGET_LICENSE}; --target TARGET does if that has a license.",
             severity="note",
         )
     if license is None or not license.text or license.id == UNNAMED:

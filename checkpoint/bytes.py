@@ -215,7 +215,7 @@ def sample_weights(tensors: Iterable[TensorInfo]) -> WeightsSample:
     for info in sorted(tensors):
         form.update(repr((info.name, info.dtype, info.shape)).encode())
         kinds.setdefault(info.kind, []).append(info)
-    looked_at = [info for kind in kinds.values() for info in kind[:: -(-len(kind) // MOST)]]
+    looked_at = sorted(info for kind in kinds.values() for info in kind[:: -(-len(kind) // MOST)])
     first = first_bytes(looked_at, SAMPLED)
     for info in looked_at:
         weights.update(first[info.name])

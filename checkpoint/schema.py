@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # A value of a JSON text.
 Json = dict[str, Any] | list[Any] | str | float | bool | None
 
-EXPONENT = re.compile(r"[-+]?\d+(?:\.\d*)?[eE][-+]?\d{1,3}$")
+EXPONENT = re.compile(r"[-+]?\d+(?:\.\d*)?[eE][-+]?\d{1,2}$")
 # The digits of the largest 64-bit count, and a sign.
 MAX_DIGITS = 21
 # The manifest of a target with a trillion parameters has half a million tensors, and takes some hundred MB.
@@ -377,8 +377,9 @@ def parse_line(line: str) -> dict[str, Any]:
     except ValueError as fault:
         if line.startswith("[") or line == "{":
             raise ValueError(_NO_JSONL) from fault
-        # Only a file's last line has no end.
-        cut = "" if ends or line.endswith("}") else "; the file may have been cut off here"
+        # Only a file's last line has no end; what its parser misses then is the rest, or the end of a string.
+        rest = isinstance(fault, json.JSONDecodeError) and (fault.pos >= len(line) or line[fault.pos] == '"')
+        cut = "; the file may have been cut off here" if rest and not ends else ""
         raise ValueError(f"it is not JSON: {no_json(fault)}{cut}") from fault
     if not isinstance(value, dict):
         raise ValueError(_NO_JSONL if isinstance(value, list) else "it is not a JSON object")

@@ -185,12 +185,15 @@ def name_prefix(problems: Sequence[Problem], expected: Iterable[str], held: Coll
     """Return what `compare` found, as one problem where tensors are missing only since their names begin otherwise."""
     missing, unknown = ([p.where for p in problems if p.kind is kind] for kind in (TensorMissing, TensorUnknown))
     prefixes = {one.removesuffix(name) for name in missing for one in unknown if one.endswith(f".{name}")}
-    if len(prefixes) != 1:
+    expected = [*expected]
+    # With one that some names rightly have, a tensor is misplaced.
+    if len(prefixes) != 1 or any(name.startswith(tuple(prefixes)) for name in expected):
         return [*problems]
     [prefix] = prefixes
     longer = {name: prefix + name for name in expected if name not in held and prefix + name in unknown}
     name, found = next(iter(longer.items()))
-    what = f"{len(longer)} of {len(held)} names begin with {prefix!r}: {found} is {name} in this layout"
+    count = sum(one.startswith(prefix) for one in held)
+    what = f"{count} of {len(held)} names begin with {prefix!r}: {found} is {name} in this layout"
     own = "Save the wrapped model's own state dict (model.module), or remove 'module.' from the names."
     fix = own if prefix == WRAPPED else f"Remove {prefix!r} from the names."
     explained = {*longer, *longer.values()}
@@ -255,14 +258,17 @@ def _compare_one(
 ) -> Iterator[Problem]:
     if have.shape != want.shape:
         follows, knows = f" ({want.formula})" if want.formula else "", True
-        suspects = list(_suspects(want, have, dims))
         # What another tensor confirms is not the one.
-        stated = [(dim, other) for name, dim, other in suspects if not (dim.assumed or name in fitting)]
+        suspects = [(dim, other) for name, dim, other in _suspects(want, have, dims) if name not in fitting]
+        stated = [(dim, other) for dim, other in suspects if not dim.assumed]
         if have.shape == want.shape[::-1]:
             follows, fix = f"{follows}; it is transposed", "Transpose it: a weight is [outputs, inputs]."
-        elif left_out := next((dim.key for _, dim, _ in suspects if dim.assumed), ""):
+        elif suspects and not stated:
+            left_out = suspects[0][0].key
             follows += f"; the config has no {left_out}, so its default is taken"
             fix = f"Add {left_out} to config.json as the head was trained, or export the head again."
+            # The default may be that of another key, which is the wrong one.
+            knows = False
         elif slot == "fc":
             fix, knows = FC_FIX, False
         elif len(stated) == 1:

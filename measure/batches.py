@@ -33,8 +33,8 @@ Part = Literal["fit", "choose", "held-out"]
 # Of each 10 batches or prompts, which one only chooses (a ridge, a ladder), and which one only measures.
 PARTS = 10
 KEPT_BACK: dict[int, Part] = {4: "choose", 9: "held-out"}
-# Tokens of a text that kconv advises at least: what is served is longer.
-ADVISED = 64
+# Tokens of a text that kconv advises at least, since what is served is longer, and how many times the prompts at most.
+ADVISED, LONGEST = 64, 20
 
 
 @dataclass(frozen=True)
@@ -197,14 +197,19 @@ def check_windows(tokens: Mapping[Part, int], prompts: int, context: int, name: 
     if choose >= context and measure >= 2 * context:
         return
     fitting = min(choose, measure // 2)
-    times = max(context / choose, 2 * context / measure) if fitting else 0
-    more = f"about {math.ceil(prompts * times / PARTS) * PARTS:,}" if times else f"{2 * PARTS} or more"
-    shorter = f", or texts of {fitting} tokens or fewer (--context)" if fitting >= ADVISED else ""
+    times = max(context / choose, 2 * context / measure) if fitting else math.inf
+    if prompts < 2 * PARTS and not fitting:
+        fix = f"Pass more prompts, {2 * PARTS} or more."
+    elif times > LONGEST:
+        fix = "Pass longer prompts."
+    else:
+        shorter = f", or texts of {fitting} tokens or fewer (--context)" if fitting >= ADVISED else ""
+        fix = f"Pass more prompts, about {math.ceil(prompts * times / PARTS) * PARTS:,}{shorter}."
     raise CalibrationInvalid(
         f"of each {PARTS} prompts one chooses and one measures: of {prompts:,} in all these have {choose:,} and "
         f"{measure:,} tokens, but need {context:,} and {2 * context:,}",
         where=name,
-        fix=f"Pass more prompts, {more}{shorter}.",
+        fix=fix,
     )
 
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import model_validator
@@ -101,7 +102,7 @@ class Publish(Operation, PublishOptions):
     def _fits(self) -> Self:
         if self.repo and not REPO.fullmatch(self.repo):
             swapped = REPO.fullmatch(self.folder) and Path(self.repo).is_dir() and not Path(self.folder).exists()
-            more = f"; did you mean kconv publish {self.repo} {self.folder}?" if swapped else ""
+            more = f"; did you mean kconv publish {quote(self.repo)} {self.folder}?" if swapped else ""
             raise ValueError(f"REPO {self.repo!r} is not of the form org/name{more}")
         for name in ("tag", "revision"):
             if (ref := getattr(self, name)) and not _is_ref(ref):

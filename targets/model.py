@@ -31,7 +31,7 @@ from ..checkpoint.source import Source
 from ..checkpoint.tensors import read_tensor
 from ..errors import TargetInvalid, TargetTooLarge
 from .config import TargetConfig, parse_target_config, read_target_config
-from .mtp import mtp_root
+from .mtp import is_run
 from .weights import StoredWeight, stored_weights
 
 CausalLM = Any
@@ -47,11 +47,6 @@ OF_IMAGES = ("mrope_section", "mrope_interleaved")
 # How far logits may be from lm_head of the last state, as a share of the largest: rounding only.
 NEAR = 1e-3
 SOURCE_DTYPES = ("BF16", "F16", "F32")
-# Parts of a multimodal target that a text forward does not need; see `_is_run`.
-NOT_TEXT = (
-    "vision_tower.", "mm_projector.", "vision_model.", "multi_modal_projector.", "visual.", "model.visual.",
-    "model.vision_tower.", "model.multi_modal_projector.", "audio_tower.", "model.audio_tower.",
-)  # fmt: skip
 # What to do about a target that is larger than memory, when a head is trained or measured on it.
 STATES = "Get its states from a running vLLM (kconv states --url), and use those (--states)."
 EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
@@ -222,19 +217,14 @@ def _plain_text(config: TargetConfig, stored: dict[str, StoredWeight]) -> dict[s
     """Return the text model's weights, dequantized, by their names in its own class."""
     found = {}
     for name, weight in stored.items():
-        if _is_run(name, config):
+        if is_run(name, config.layers):
             inner = f"model.{name.removeprefix(config.body)}" if name.startswith(config.body) else name
             found[inner.removeprefix(config.prefix)] = weight.read()
     return found
 
 
-def _is_run(name: str, config: TargetConfig) -> bool:
-    """Return whether a text forward needs a tensor: not an image's parts, nor MTP layers."""
-    return not name.startswith(NOT_TEXT) and not mtp_root(name, config.layers)
-
-
 def _refuse_account(folder: Path, config: TargetConfig, account: dict[str, Any]) -> None:
-    unknown = sorted(name for name in account["unexpected_keys"] if _is_run(name, config))
+    unknown = sorted(name for name in account["unexpected_keys"] if is_run(name, config.layers))
     missing = sorted(name for name in account["missing_keys"] if not (config.tied and name == "lm_head.weight"))
     wrong = sorted(str(name) for name, *_ in account["mismatched_keys"])
     found = {"missing": missing, "unknown": unknown, "of another shape": wrong}
@@ -271,7 +261,7 @@ def check_memory(checkpoint: Checkpoint, dtype: torch.dtype, *, instead: str = S
 def _check_memory(
     folder: Path, config: TargetConfig, stored: dict[str, StoredWeight], dtype: torch.dtype, instead: str
 ) -> None:
-    text = [weight for name, weight in stored.items() if _is_run(name, config)]
+    text = [weight for name, weight in stored.items() if is_run(name, config.layers)]
     needed = sum(math.prod(weight.shape) for weight in text) * dtype.itemsize
     left = psutil.virtual_memory().available + psutil.swap_memory().free
     if needed > left:
@@ -344,7 +334,7 @@ def _account(
     wanted: dict[str, tuple[int, ...]],
 ) -> None:
     wanted = {config.prefix + name: shape for name, shape in wanted.items()}
-    present = {name: weight for name, weight in stored.items() if _is_run(name, config)}
+    present = {name: weight for name, weight in stored.items() if is_run(name, config.layers)}
     missing, unknown = sorted(wanted.keys() - present.keys()), sorted(present.keys() - wanted.keys())
     if missing or unknown:
         counts = [

@@ -19,6 +19,13 @@ _LAYER = re.compile(r"((?:(?:language_model|model)\.)*layers\.(\d+))\.")
 _NAMED = re.compile(r"((?:[^.]+\.)*?mtp(?:_[a-z]+)*)\.")
 
 
+# Parts of a multimodal target that a text forward does not need; see `is_run`.
+NOT_TEXT = (
+    "vision_tower.", "mm_projector.", "vision_model.", "multi_modal_projector.", "visual.", "model.visual.",
+    "model.vision_tower.", "model.multi_modal_projector.", "audio_tower.", "model.audio_tower.",
+)  # fmt: skip
+
+
 class Place(NamedTuple):
     """Where engines read a family's MTP layers.
 
@@ -55,6 +62,11 @@ def mtp_root(name: str, layers: int) -> str:
         return layer[1] if int(layer[2]) >= layers else ""
     named = _NAMED.match(name)
     return named[1] if named else ""
+
+
+def is_run(name: str, layers: int) -> bool:
+    """Return whether a text forward needs a tensor: not an image's parts, nor MTP layers."""
+    return not name.startswith(NOT_TEXT) and not mtp_root(name, layers)
 
 
 def mtp_roots(names: Iterable[str], layers: int) -> dict[str, int]:

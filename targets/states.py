@@ -25,10 +25,11 @@ from ..checkpoint.folder import open_checkpoint
 from ..checkpoint.header import TensorInfo, read_header
 from ..checkpoint.schema import load_json
 from ..checkpoint.source import Source
-from ..errors import CorruptIndex, NotACheckpoint, StatesInvalid
+from ..errors import CorruptHeader, CorruptIndex, NotACheckpoint, StatesInvalid
 from ..installed import version
 from ..strict import StrictModel
 from .config import TargetConfig
+from .mtp import is_run
 
 # Imported where needed: refusing states of another target takes less time than the import.
 if TYPE_CHECKING:
@@ -58,8 +59,8 @@ class TargetRecord(StrictModel):
     hidden: int
     vocab: int
     lm_head_blake3: str
-    form: str | None
-    weights: str | None
+    form: str | None = None
+    weights: str | None = None
 
     def check_weights(self, target: Source, lm_head: str, where: str | Path) -> None:
         """Refuse another target with the same config: one of another output matrix, or of other layers.
@@ -76,7 +77,7 @@ class TargetRecord(StrictModel):
         """
         differs = "lm_head differs"
         if lm_head == self.lm_head_blake3:
-            sample = sample_target(target.fetch_config())
+            sample = sample_target(target.fetch_config(), self.layers)
             if sample is None or sample.form != self.form or sample.weights == self.weights:
                 return
             differs = "layers differ"
@@ -87,15 +88,15 @@ class TargetRecord(StrictModel):
         )
 
 
-def sample_target(folder: Path) -> WeightsSample | None:
-    """Return what tells a target's weights from others; None for a folder without its layers, e.g. with the ends alone.
+def sample_target(folder: Path, layers: int) -> WeightsSample | None:
+    """Return what tells the weights that states come from; None for a folder whose layers are not all there.
 
-    Raises:
-        ConfigInvalid, CorruptHeader: it cannot be read.
+    Whoever needs only the ends may have only these: another shard may be missing, cut short, or a Git LFS pointer.
     """
     try:
-        return sample_weights(open_checkpoint(folder).tensors.values())
-    except (NotACheckpoint, CorruptIndex):
+        tensors = open_checkpoint(folder).tensors.values()
+        return sample_weights(one for one in tensors if is_run(one.name, layers))
+    except (NotACheckpoint, CorruptIndex, CorruptHeader):
         return None
 
 

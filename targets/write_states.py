@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import cached_property
 from itertools import islice
@@ -125,7 +125,6 @@ def plan_states(
     else:
         rows, prompts = _of_dialogues(options, tokenizer, config.max_positions)
         seed, new_tokens = 0, {}
-    sample = sample_target(checkpoint.folder)
     record = StatesRecord(
         target=TargetRecord(
             source=checkpoint.source,
@@ -135,8 +134,6 @@ def plan_states(
             hidden=config.hidden,
             vocab=config.vocab,
             lm_head_blake3=digest(checkpoint.tensors[config.lm_head]),
-            form=sample and sample.form,
-            weights=sample and sample.weights,
         ),
         captured=tuple(captured),
         dtype=dtype,  # pyright: ignore[reportArgumentType]
@@ -397,7 +394,10 @@ def write_states(
             sequences=planned.records,
             shards=tuple(shard for shard in shards.values() if shard is not None),
         )
-        record = planned.record.model_copy(update=describe_shards(contents))
+        # Not in the plan: where a server runs the target, its layers may be there at one start and not at the next.
+        sample = sample_target(checkpoint.folder, config.layers)
+        told = planned.record.target.model_copy(update=asdict(sample) if sample else {})
+        record = planned.record.model_copy(update={"target": told} | describe_shards(contents))
         record = record.model_copy(update=_write_index(folder, record, contents, seq))
         text = contents.to_json().encode()
         (folder / CONTENTS).write_bytes(text)

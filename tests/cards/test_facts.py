@@ -44,6 +44,14 @@ def test_a_facts_file_that_is_not_there_is_named(tmp_path):
         read_facts(tmp_path / "facts.yaml")
 
 
+@pytest.mark.parametrize("key", ["base_model", "source_head"])
+def test_a_folder_is_no_model_of_the_hub(tmp_path, key):
+    (tmp_path / "facts.yaml").write_text(f"name: org/head\n{key}: ./target\n")
+    with pytest.raises(FactsInvalid, match=r"\./target is a path, and must be a Hub id") as fault:
+        read_facts(tmp_path / "facts.yaml")
+    assert fault.value.where.endswith("facts.yaml:2")
+
+
 def test_an_engine_that_does_not_exist_is_named(tmp_path):
     with pytest.raises(FactsInvalid, match=r"serve\.llamacpp"):
         read(tmp_path, "serve: {llamacpp: {}}")

@@ -131,6 +131,8 @@ def test_l3_asks_for_the_license_that_the_card_states_of_the_target(output):
     make(output, stated, LICENSE=NVIDIA)
     assert not {one for one in found(output, Facts()) if one[1] == "L3"}
     (output / "LICENSE-TARGET").unlink()
+    card = (output / "README.md").read_text()
+    (output / "README.md").write_text(card.replace("\n# ", "\nThe target serves two engines.\n# ", 1))
     assert ("warning", "L3", "LICENSE-TARGET") in found(output, Facts())
 
 

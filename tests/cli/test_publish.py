@@ -107,10 +107,13 @@ def test_a_folder_and_a_repository_that_are_exchanged_are_told(folder):
     assert f"did you mean kconv publish {folder} {REPO}?" in " ".join(said.replace("│", "").split())
 
 
-def test_the_card_of_a_conversion_is_told_how_a_release_begins(folder):
-    (folder / "README.md").write_text("---\ntags: [kconv]\n---\n# head\n")
+def test_a_card_without_license_and_base_model_is_told_how_a_release_begins(folder):
+    """As kconv demo writes it."""
+    assert CliRunner().invoke(main, ["card", str(folder), "--force", "--no-chart"]).exit_code == 1
+    assert "license: unknown" in (folder / "README.md").read_text()
     said = kconv(folder, REPO).stderr
-    assert "neither license nor base model, as a conversion writes it" in said and "--out RELEASE" in said
+    assert "neither license nor base model, as kconv demo writes it" in said and "--out RELEASE" in said
+    assert "does not match its evidence" not in said
 
 
 def test_a_wish_that_contradicts_itself_is_refused_before_the_folder_is_judged(folder):

@@ -108,6 +108,23 @@ def test_a_wrong_shape_names_the_key_that_alone_explains_it(tmp_path, key, other
         assert found[slot].knows and found[slot].fix.startswith(f"State {key} ")
 
 
+def test_a_key_that_is_left_out_and_confirmed_is_not_blamed(tmp_path):
+    """Queries and outputs confirm the default of head_dim."""
+    spec = replace(GQA, attention=replace(GQA.attention, head_dim=GQA.hidden // GQA.attention.heads))
+    config = VLLM.write_config(spec) | {"num_key_value_heads": 4}
+    del config["head_dim"]
+    reading = read(open_checkpoint(head(tmp_path, spec, config=config)))
+    assert reading.problems and all("num_key_value_heads is 4, and 2 would fit" in p.what for p in reading.problems)
+
+
+def test_one_misplaced_tensor_is_no_prefix(tmp_path):
+    def misplace(tensors):
+        tensors["layers.0.norm.weight"] = tensors.pop("norm.weight")
+
+    reading = read(open_checkpoint(head(tmp_path, GQA, misplace)))
+    assert {problem.code for problem in reading.problems} == {"K106", "K127"}
+
+
 def test_a_key_that_cannot_explain_a_shape_is_not_named(tmp_path):
     """Two layers' states: no target_hidden_size makes three of them."""
     config = VLLM.write_config(GQA)

@@ -151,7 +151,7 @@ SPELLED = {
     "a value": ("Pass --layers 2.", "Pass layers=2."),
     "settings": (
         "or smaller rows, e.g. --set seq=512 --set x=1,3.",
-        "or smaller rows, e.g. set={'seq': 512, 'x': '1,3'}.",
+        "or smaller rows, e.g. set={'seq': 512, 'x': [1, 3]}.",
     ),
     "a name with a word of Python's": ("name it with --from: vllm", "name it with from_=: vllm"),
     "a switch": ("Pass --no-card.", "Pass card=False."),
@@ -178,8 +178,11 @@ def test_settings_are_one_mapping_in_a_recipe():
     class Some(StrictModel):
         set: dict[str, str] = Field(default={})
 
-    said = "Set smaller rows, e.g. --set seq=512 --set captured=1,3."
-    assert spell(said, Some, in_recipe) == "Set smaller rows, e.g. `set: {seq: 512, captured: [1,3]}`."
+    said = "Pass --set seq=512 --set captured=1,3, or --set lr=1e-4."
+    assert spell(said, Some, in_recipe) == "Pass `set: {seq: 512, captured: [1,3]}`, or `set: {lr: 1e-4}`."
+    assert spell(said, Some, in_call) == "Pass set={'seq': 512, 'captured': [1, 3]}, or set={'lr': 0.0001}."
+    quoted = "Run kconv train T OUT --set seq=512."
+    assert spell(quoted, Some, in_recipe) == quoted
 
 
 def test_a_result_in_place_of_its_file_is_told_where_that_is(tmp_path):

@@ -45,6 +45,7 @@ def test_both_forms_in_one_file(tmp_path):
         ('[{"prompt": "a"}]', "each object on a line of its own"),
         ('{"prompt": "a",', "not JSON: .*: column 16"),
         ('{"prompt": "a', "the file may have been cut off here"),
+        ('{"prompt": "a"} x', r"not JSON: Extra data: column 17\n"),
         ('"text"', "not a JSON object"),
         ({"category": "math"}, "either"),
         ({"prompt": "a", "turns": ["a"]}, "either"),

@@ -19,10 +19,10 @@ from kconv.checkpoint.source import Folder, resolve
 from kconv.errors import HubUnreachable, StatesInvalid, TargetTooLarge
 from kconv.targets.config import read_target_config
 from kconv.targets.model import find_ends, load_ends
-from kconv.targets.states import read_record
+from kconv.targets.states import read_record, sample_target
 from kconv.targets.tokenizer import load_tokenizer
 from kconv.train.feed import Offline
-from kconv.train.job import job_parts, offline_job, prepare_job
+from kconv.train.job import check_target, job_parts, offline_job, prepare_job
 from kconv.train.options import TrainOptions
 from kconv.train.run import train
 
@@ -157,6 +157,23 @@ def test_a_download_of_the_ends_that_broke_leaves_nothing_behind(sharded, hub, m
 def test_states_of_a_target_with_other_weights_are_refused(other, what, states, tmp_path, request):
     with pytest.raises(StatesInvalid, match=what):
         train(job_of(request.getfixturevalue(other), states), tmp_path / "head")
+
+
+def test_layers_that_are_not_whole_are_not_compared(sharded, tmp_path):
+    states, target = store(sharded, tmp_path, 60), shutil.copytree(sharded, tmp_path / "target")
+    (target / "model-00003-of-00003.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    assert sample_target(sharded, 7) is not None and sample_target(target, 7) is None
+    check_target(job_of(target, states))
+
+
+def test_what_no_state_comes_from_tells_no_targets_apart(tiny_target, tmp_path):
+    """A layer for multi-token prediction, behind the last one, and a vision tower."""
+    for name, value in (("one", 1.0), ("other", 2.0)):
+        weights = load_file(shutil.copytree(tiny_target, tmp_path / name) / "model.safetensors")
+        weights |= {key: torch.full((4,), value) for key in ("model.layers.7.eh_proj.weight", "vision_tower.pad")}
+        save_file(weights, tmp_path / name / "model.safetensors")
+        assert sample_target(tmp_path / name, 7) == sample_target(tiny_target, 7)
+        assert sample_target(tmp_path / name, 8) != sample_target(tiny_target, 8)
 
 
 def test_layers_that_no_recipe_names_are_those_of_the_states(tiny_target, states):

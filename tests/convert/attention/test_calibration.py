@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kconv.errors import CalibrationInvalid
-from kconv.measure.batches import STEPS, check_amount, check_calibration, digest_rows
+from kconv.measure.batches import STEPS, check_amount, check_calibration, check_windows, digest_rows
 from kconv.measure.trace import trace
 
 
@@ -78,6 +78,30 @@ def test_what_leaves_nothing_to_choose_or_measure_on_is_refused_by_its_sizes(gqa
             check_amount(shapes, parts, gqa_spec, "text")
     with pytest.raises(CalibrationInvalid, match="gives 8 and 1 texts; 1 and 2 are needed"):
         check_amount([(8, 64), (8, 64), (1, 64)], ("fit", "choose", "held-out"), gqa_spec, "text")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "prompts", "fix"),
+    [
+        ({"fit": 900}, 5, "Pass more prompts, 20 or more."),
+        (
+            {"choose": 160, "held-out": 160},
+            10,
+            "Pass more prompts, about 70, or texts of 80 tokens or fewer (--context).",
+        ),
+        (
+            {"choose": 320, "held-out": 300},
+            20,
+            "Pass more prompts, about 70, or texts of 150 tokens or fewer (--context).",
+        ),
+        ({"fit": 900, "held-out": 9000}, 1000, "Pass longer prompts."),
+        ({"choose": 1, "held-out": 2}, 10, "Pass longer prompts."),
+    ],
+)
+def test_too_little_text_says_what_is_enough(tokens, prompts, fix):
+    with pytest.raises(CalibrationInvalid, match="but need 512 and 1,024") as fault:
+        check_windows(tokens, prompts, 512, "prompts.jsonl")
+    assert fault.value.fix == fix
 
 
 def test_batches_come_to_where_lm_head_lies(make_calibration, gqa_spec):
