@@ -49,7 +49,8 @@ class TargetRecord(StrictModel):
         config_sha256: of its config.json, as canonical JSON.
         model_type, layers, hidden, vocab: its dims.
         lm_head_blake3: of its output matrix's bytes, which distinguishes one fine-tune from another.
-        form, weights: see `WeightsSample`; None for a target in a server whose layers were not on this machine.
+        form, weights: see `WeightsSample`, of the tensors that a text forward needs; None where not all layers were on
+            this machine, as of a target in a server.
     """
 
     source: str
